@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where weights, configurations and tokenizer files come from. Torch-free: tensors are numpy views.
+
+Knows file formats and the names that each format gives to tensors; a source presents every format as one
+Hugging Face checkpoint (names, config fields, layouts), so that a model is written once. Knows no model maths.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenspeed.core.config import ModelConfig
+
+JsonObject = Mapping[str, object]
+ProgressFn = Callable[[str, int, int, str], None]
+"""(stage, done, total, unit), see core.ipc.Progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """dtype: f32, f16, bf16 or a GGUF block type such as q4_k. shape is in Hugging Face order (rows first)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Weights(Protocol):
+    """The tensors of one checkpoint, read one at a time."""
+
+    def infos(self) -> Mapping[str, TensorInfo] | None:
+        """All tensors by Hugging Face name; None when any name may be asked for (dummy weights)."""
+        ...
+
+    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.generic]:
+        """The tensor: f32 and f16 as they are, bf16 as uint16 bit patterns, block types dequantised to f32.
+        Raises CheckpointError when it is missing, truncated or not of `shape`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """A tokenizer.json with its tokenizer_config.json (empty when absent)."""
+
+    path: Path
+    config: JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocabulary:
+    """A vocabulary embedded in a GGUF file. model: gpt2 (byte-level BPE) or llama (SPM).
+    token_types follow GGUF: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+
+    model: str
+    pre: str
+    tokens: tuple[str, ...]
+    scores: tuple[float, ...]
+    token_types: tuple[int, ...]
+    merges: tuple[str, ...]
+    bos_id: int | None
+    eos_id: int | None
+    unk_id: int | None
+    pad_id: int | None
+    add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
+
+
+TokenizerSource = TokenizerFile | GgufVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedReply:
+    """Serve `text` for a prompt that contains `match` (an empty match takes any prompt)."""
+
+    match: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a scripted model says: the first reply whose match is in the rendered prompt. step_s delays each step."""
+
+    replies: tuple[ScriptedReply, ...]
+    step_s: float = 0.0
+
+
+class ModelSource(Protocol):
+    """An opened model. Cheap to open: weights are only mapped when `weights()` is called.
+
+    config: as in config.json. generation_config: as in generation_config.json, {} when absent.
+    tokenizer: None when the source has none. script: only of scripted models.
+    """
+
+    path: Path
+    config: JsonObject
+    generation_config: JsonObject
+    tokenizer: TokenizerSource | None
+    chat_template: str | None
+    script: Script | None
+
+    def weights(self) -> Weights: ...
+
+
+def open_model(model: ModelConfig, progress: ProgressFn | None = None) -> ModelSource:
+    """Find (download if need be) and open what `model` names.
+
+    Order: alias of the catalogue, GGUF file, local folder, hub id. Raises a StartError subclass.
+    """
+    locate = importlib.import_module("tokenspeed.checkpoints.locate")
+    source: ModelSource = locate.open_model(model, progress)
+    return source

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration: frozen, validated once, handed on in parts. The only reader of environment variables.
+
+A new flag needs a decision record.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tokenspeed.core.errors import ConfigError
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy", "scripted"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model, from where. model: alias, local folder, GGUF file or hub id. max_model_len: None takes the
+    model's own, cut to the KV pool; a given value larger than the pool is refused."""
+
+    model: str = DEFAULT_MODEL
+    served_name: str | None = None
+    revision: str | None = None
+    load_format: LoadFormat = "auto"
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    chat_template: str | None = None
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV pool. kv_tokens: its size in tokens; None takes memory_fraction of what is free after loading."""
+
+    block_size: int = 16
+    kv_tokens: int | None = None
+    memory_fraction: float = 0.5
+    prefix_caching: bool = True
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a step. overlap_depth: steps planned ahead of the last result, 0 or 1.
+    ageing_steps: waiting this many steps lifts a request by one priority class."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_num_waiting: int = 1024
+    overlap_depth: int = 1
+    ageing_steps: int = 256
+
+
+class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where it runs. num_threads: CPU threads of kernels; None takes the physical cores allowed to us."""
+
+    device: Device = "auto"
+    num_threads: int | None = None
+    kernel_overrides: tuple[tuple[str, str], ...] = ()
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the engine is told."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: DeviceConfig = DeviceConfig()
+    debug: bool = False
+
+    def validate(self) -> EngineConfig:
+        """This configuration, or ConfigError naming the flag."""
+        cache, scheduler, model = self.cache, self.scheduler, self.model
+        block_size = cache.block_size
+        _require(block_size in (8, 16, 32, 64, 128), f"--block-size {block_size}: use 8, 16, 32, 64 or 128")
+        if cache.kv_tokens is not None:
+            _require(
+                cache.kv_tokens >= 2 * block_size,
+                f"--kv-tokens {cache.kv_tokens}: the KV pool is too small for one request; give at least {2 * block_size}",
+            )
+        _require(0.0 < cache.memory_fraction <= 0.95, f"--memory-fraction {cache.memory_fraction}: use 0.05 to 0.95")
+        _require(1 <= scheduler.max_num_seqs <= 4096, f"--max-num-seqs {scheduler.max_num_seqs}: use 1 to 4096")
+        _require(
+            scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is below --max-num-seqs "
+            f"{scheduler.max_num_seqs}: each running request needs one token a step",
+        )
+        _require(scheduler.overlap_depth in (0, 1), f"--overlap-depth {scheduler.overlap_depth}: use 0 or 1")
+        if model.max_model_len is not None:
+            _require(model.max_model_len >= 2, f"--max-model-len {model.max_model_len}: give at least 2")
+            if cache.kv_tokens is not None:
+                _require(
+                    model.max_model_len <= cache.kv_tokens,
+                    f"--max-model-len {model.max_model_len} exceeds --kv-tokens {cache.kv_tokens}: one request of "
+                    "that length would never fit; lower the first or raise the second",
+                )
+        if self.device.num_threads is not None:
+            _require(self.device.num_threads >= 1, f"--threads {self.device.num_threads}: give at least 1")
+        return self
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP face. Binds loopback unless told otherwise."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    body_bytes_max: int = 64 * 1024 * 1024
+    strict_model_name: bool = False
+
+
+def cache_dir() -> Path:
+    """Where downloaded models live: TOKENSPEED_CACHE, else XDG_CACHE_HOME/tokenspeed, else ~/.cache/tokenspeed."""
+    own = os.environ.get("TOKENSPEED_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenspeed"
+
+
+def hub_endpoint() -> str | None:
+    """HF_ENDPOINT, where the hub is another than the public one."""
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def child_environment(num_threads: int | None) -> dict[str, str]:
+    """The environment of an engine process: ours, with OpenMP told not to spin and how many threads to use."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.setdefault("KMP_BLOCKTIME", "1")
+    if num_threads is not None:
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+    return environment
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

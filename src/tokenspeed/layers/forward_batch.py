@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step as a model sees it: tensors on the device, an argument of every layer and never a global.
+
+Shapes: T tokens of this step, R rows (sequences), B blocks of the longest row, S rows that are sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """K and V pages of one attention layer: (num_pages, block_size, num_kv_heads, head_dim). Page 0 is the null page:
+    never allocated, padded rows point at it."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Rows are ragged: row r owns tokens query_start[r] : query_start[r + 1].
+
+    token_ids_T, positions_T: int64. slot_mapping_T: int64, page * block_size + offset of each token's K/V.
+    query_start: (R + 1,) int32. seq_lens_R: (R,) int32, tokens of the row in the cache after this step's write
+    (context_len + query_len). block_tables_RB: (R, B) int32, padded with 0.
+    sample_index_S: (S,) int64, indices into T whose hidden states become logits.
+    """
+
+    token_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    slot_mapping_T: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens_R: torch.Tensor
+    block_tables_RB: torch.Tensor
+    sample_index_S: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    kv_layers: tuple[KvLayer, ...]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller of AsyncLLM or LLM gets: text deltas with their tokens, log-probabilities and counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenspeed.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token as text: `text` may hold U+FFFD where the token alone is not valid UTF-8; `bytes` are exact."""
+
+    token_id: int
+    text: str
+    bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobEntry:
+    """One position: the token that is there and the most likely ones, best first."""
+
+    token: TokenText
+    top: tuple[TokenText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of n completions. While streaming, text, token_ids and logprobs are what is new since the last output;
+    from LLM.generate they are whole. num_tokens counts all generated tokens so far, an end token included.
+    stop_reason: the stop string or token id that ended it; None for an end-of-sequence token."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    num_tokens: int
+    logprobs: tuple[LogprobEntry, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Seconds on the monotonic clock of the API process; None until it happened."""
+
+    arrived: float
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of a request after one or more steps. prompt_logprobs: on the first output, when asked for; its first
+    entry is None. `finished` says that all completions have ended."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    cached_len: int
+    finished: bool
+    times: RequestTimes
+    prompt_logprobs: tuple[LogprobEntry | None, ...] | None = None

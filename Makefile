@@ -1,0 +1,61 @@
+# TokenSpeed: the commands of a checkout. `make help` lists them.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEEDS ?= 200
+MODEL ?= smollm2-135m
+JOBS ?= 2
+NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test test-full check format sim bench docs clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.base ## make .venv, install and build
+
+$(VENV)/.base: pyproject.toml .ci/setup $(NATIVE)
+	@PYTHON="$(PYTHON)" .ci/setup base
+
+$(VENV)/.test: $(VENV)/.base
+	@PYTHON="$(PYTHON)" .ci/setup test
+
+$(VENV)/.check: $(VENV)/.test
+	@PYTHON="$(PYTHON)" .ci/setup check
+
+demo: $(VENV)/.base ## a three-turn conversation with the default model, over HTTP
+	@$(BIN)/python -m tokenspeed.bench.demo --model "$(MODEL)"
+
+serve: $(VENV)/.base ## serve MODEL=alias|folder|file.gguf|hub id on 127.0.0.1:8000 (more flags in ARGS)
+	@$(BIN)/tokenspeed serve "$(MODEL)" $(ARGS)
+
+test: $(VENV)/.test ## the tests, real models included
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-full: $(VENV)/.test ## the tests, slow ones and the 1.5B model included
+	@$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+check: $(VENV)/.check ## format, lint, types, layering
+	@.ci/check
+
+format: $(VENV)/.check ## rewrite the sources in the project's format
+	@$(BIN)/ruff format src tests bench examples && $(BIN)/ruff check --fix src tests bench examples
+	@find csrc -name '*.h' -o -name '*.cc' | xargs $${CLANG_FORMAT:-clang-format-19} -i
+
+sim: ## the control plane's simulator under ASan and UBSan: make sim SEEDS=1000, or SEED=7 for one
+	@cmake -S . -B build/sim -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTOKENSPEED_TESTS=ON -DTOKENSPEED_SANITIZE=ON >build/sim.log 2>&1 \
+	  || { mkdir -p build; cmake -S . -B build/sim -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTOKENSPEED_TESTS=ON -DTOKENSPEED_SANITIZE=ON; }
+	@cmake --build build/sim -j $(JOBS) >build/sim.log 2>&1 || { cat build/sim.log; exit 1; }
+	@build/sim/csrc/control/control_sim $(if $(SEED),--seed $(SEED) --seeds 1,--seeds $(SEEDS))
+
+bench: $(VENV)/.test ## decode speed of the default model beside transformers, same run
+	@$(BIN)/python bench/decode_cpu.py $(ARGS)
+
+docs: $(VENV)/.check ## the documentation as HTML in build/docs, links checked
+	@$(BIN)/mkdocs build --strict --quiet --site-dir build/docs && echo "build/docs/index.html"
+
+clean: ## remove what was built, the environment included
+	@rm -rf build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scatter this step's K and V into their pages.
+
+k_TGK, v_TGK: (T, G, K), last dimension contiguous, other strides free. k_pages, v_pages: (P, block_size, G, K),
+mutated. slots_T: (T,) int64, page * block_size + offset. Slots of live tokens are distinct; several tokens may name
+slots of the null page 0, whose content is unspecified afterwards. T = 0 does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class KvWrite(Protocol):
+    """Signature of the op."""
+
+    def __call__(
+        self,
+        k_TGK: torch.Tensor,
+        v_TGK: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        slots_T: torch.Tensor,
+    ) -> None: ...

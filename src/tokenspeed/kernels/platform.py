@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine offers to kernels: processors, instruction sets, the compiled CPU module, CUDA devices.
+
+Knows the machine. Does not know which op wants what.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """cpu_isa: instruction set that the compiled CPU kernels chose, None where the module is not built.
+    cuda_devices: names of the CUDA devices, empty without one."""
+
+    num_cpus: int
+    cpu_isa: str | None
+    cuda_devices: tuple[str, ...]
+
+
+def describe() -> Platform:
+    """What the machine offers now."""
+    module = cpu_module()
+    names: tuple[str, ...] = ()
+    if torch.cuda.is_available():
+        names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Platform(num_cpus(), None if module is None else str(module.isa()), names)
+
+
+def num_cpus() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+@functools.cache
+def cpu_module() -> ModuleType | None:
+    """The compiled CPU kernels, None where they are not built."""
+    try:
+        module = importlib.import_module("tokenspeed.kernels._cpu")
+    except ImportError:
+        return None
+    return module if "paged_attention" in vars(module) else None
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads of the CPU kernels and of torch. Call before the first step."""
+    assert num_threads >= 1, num_threads
+    torch.set_num_threads(num_threads)
+    module = cpu_module()
+    if module is not None:
+        module.set_num_threads(num_threads)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention of one layer: write this step's K and V, then attend. Knows neither projections nor positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tokenspeed.kernels.ops.kv_write import KvWrite
+from tokenspeed.kernels.ops.paged_attention import PagedAttention
+from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """What one attention layer keeps per token. window: tokens it looks back on, the current one included;
+    None looks back on all."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Geometry of one attention layer. scale multiplies q . k; soft_cap bounds the scores smoothly."""
+
+    num_heads: int
+    kv: KvSpec
+    scale: float
+    soft_cap: float | None = None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.kv.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv.num_kv_heads * self.kv.head_dim
+
+
+class Attention(nn.Module):
+    """layer_index: which entry of ForwardBatch.kv_layers is this layer's."""
+
+    def __init__(self, ctx: BuildContext, spec: AttentionSpec, layer_index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer_index = layer_index
+        self._kv_write: KvWrite = ctx.bind("kv_write")
+        self._paged_attention: PagedAttention = ctx.bind("paged_attention")
+
+    def split(self, qkv_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views q (T, H, K), k (T, G, K), v (T, G, K) of a fused projection's output."""
+        num_heads, num_kv_heads, head_dim = self.spec.num_heads, self.spec.kv.num_kv_heads, self.spec.kv.head_dim
+        heads = qkv_TN.view(qkv_TN.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+        q_THK, k_TGK, v_TGK = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        return q_THK, k_TGK, v_TGK
+
+    def forward(
+        self, q_THK: torch.Tensor, k_TGK: torch.Tensor, v_TGK: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """(T, H * K)."""
+        pages = batch.kv_layers[self.layer_index]
+        self._kv_write(k_TGK, v_TGK, pages.k, pages.v, batch.slot_mapping_T)
+        out_THK = self._paged_attention(
+            q_THK,
+            pages.k,
+            pages.v,
+            query_start=batch.query_start,
+            seq_lens_R=batch.seq_lens_R,
+            block_tables_RB=batch.block_tables_RB,
+            scale=self.spec.scale,
+            window=self.spec.kv.window,
+            soft_cap=self.spec.soft_cap,
+        )
+        return out_THK.view(q_THK.shape[0], self.spec.q_size)

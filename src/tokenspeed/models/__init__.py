@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model families: one file each, file name = `model_type` of config.json, so that adding one edits no list.
+
+Knows configuration fields and checkpoint names. A family is single-device maths over layers; it does not know files,
+kernels, steps or other families.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tokenspeed.core.errors import CheckpointError, UnsupportedModelError
+from tokenspeed.layers.attention import KvSpec
+from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.forward_batch import ForwardBatch
+from tokenspeed.layers.linear import FusedLinear, Linear
+from tokenspeed.layers.rotary import LinearScaling, RotarySpec, WavelengthScaling, YarnScaling, yarn_temperature
+
+Config = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """Where one checkpoint tensor goes. names: the first that the checkpoint has is read. target: a view of a
+    parameter (fused parameters have a slot for each part), of exactly the checkpoint tensor's shape."""
+
+    names: tuple[str, ...]
+    target: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """The usual name, for messages."""
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """All slots of a model. ignored: shell patterns of names that a checkpoint may have and the model does not read."""
+
+    slots: tuple[WeightSlot, ...]
+    ignored: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[WeightSlot]:
+        return iter(self.slots)
+
+    def ignores(self, name: str) -> bool:
+        """Whether a surplus tensor of this name is expected."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
+
+
+class CausalLM(Protocol):
+    """A built model; its classes are torch modules. kv_specs: one entry for each of ForwardBatch.kv_layers."""
+
+    kv_specs: tuple[KvSpec, ...]
+    max_model_len: int
+    vocab_size: int
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states (T, D) after the last norm."""
+        ...
+
+    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """(S, V) float32."""
+        ...
+
+    def weight_map(self) -> WeightMap:
+        """Where the tensors of a checkpoint go."""
+        ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Every parameter once."""
+        ...
+
+
+Build = Callable[[Config, BuildContext], CausalLM]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A file of this folder. build raises CheckpointError for a missing or wrong field and UnsupportedModelError for
+    a feature that the family does not have here."""
+
+    model_type: str
+    build: Build
+
+
+def supported() -> tuple[str, ...]:
+    """The model types that can be built."""
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__)))
+
+
+def resolve(config: Config) -> Family:
+    """The family that `model_type` names. A multimodal configuration whose text_config is of a supported type is
+    served as text. UnsupportedModelError names the supported ones."""
+    model_type = config.get("model_type")
+    if model_type in supported():
+        module = importlib.import_module(f"{__name__}.{model_type}")
+        return Family(str(model_type), module.build)
+    text_config = config.get("text_config")
+    if isinstance(text_config, Mapping) and text_config.get("model_type") in supported():
+        return _text_part(str(model_type), resolve(text_config))
+    named = repr(model_type) if model_type is not None else "missing from config.json"
+    raise UnsupportedModelError(f"model_type is {named}; supported are {', '.join(supported())}")
+
+
+class ConfigFields:
+    """Typed reading of a configuration. None in the file counts as absent. Raises CheckpointError naming the field."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise CheckpointError(f"config.json: {name} is {value!r}, not a positive integer")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self._config.get(name) is None else self.integer(name)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"config.json: {name} is {value!r}, not a number")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self._config.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {name} is {value!r}, not true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise CheckpointError(f"config.json: {name} is {value!r}, not a string")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...] | None:
+        value = self._config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise CheckpointError(f"config.json: {name} is {value!r}, not a list of strings")
+        return tuple(value)
+
+    def section(self, name: str) -> Config:
+        """A nested object, empty when absent."""
+        value = self._config.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"config.json: {name} is {value!r}, not an object")
+        return value
+
+    def require(self, name: str, default: str, supported_values: tuple[str, ...]) -> str:
+        """A string field that must be one of what the family has here; UnsupportedModelError otherwise."""
+        value = self.text(name, default)
+        if value not in supported_values:
+            raise UnsupportedModelError(f"{name} {value!r} is not supported; supported: {', '.join(supported_values)}")
+        return value
+
+    def _value(self, name: str, default: object) -> object:
+        value = self._config.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"config.json: {name} is missing")
+        return value
+
+
+def head_dim_of(fields: ConfigFields) -> int:
+    """head_dim, or hidden_size / num_attention_heads where the configuration has none."""
+    return fields.optional_integer("head_dim") or fields.integer("hidden_size") // fields.integer("num_attention_heads")
+
+
+def window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
+    """The window of each layer for families with use_sliding_window, max_window_layers and layer_types."""
+    num_layers = fields.integer("num_hidden_layers")
+    window = fields.optional_integer("sliding_window") if fields.flag("use_sliding_window", False) else None
+    first = fields.integer("max_window_layers", 28) if window is not None else num_layers
+    default = tuple("sliding_attention" if index >= first else "full_attention" for index in range(num_layers))
+    return layer_windows(fields, default, window)
+
+
+def layer_windows(fields: ConfigFields, default: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer by layer_types; a layer type that is neither full nor sliding is refused."""
+    layer_types = fields.texts("layer_types") or default
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(f"layer type {sorted(unknown)[0]!r} is not supported")
+    if len(layer_types) != len(default):
+        raise CheckpointError(f"config.json: layer_types has {len(layer_types)} entries for {len(default)} layers")
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def rotary_spec(fields: ConfigFields, head_dim: int, parameters: Config | None = None) -> RotarySpec:
+    """The rotary embedding. parameters: the object that describes it where the family keeps several; None reads
+    rope_parameters, or rope_scaling and rope_theta of older files."""
+    if parameters is None:
+        parameters = fields.section("rope_parameters") or fields.section("rope_scaling")
+    rope = ConfigFields(parameters)
+    base = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * partial)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "default":
+        return RotarySpec(base, rotary_dim)
+    if kind == "linear":
+        return RotarySpec(base, rotary_dim, LinearScaling(rope.number("factor")))
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        return RotarySpec(
+            base, rotary_dim, WavelengthScaling(rope.number("factor"), low, high, _original_len(fields, rope))
+        )
+    if kind == "yarn":
+        return RotarySpec(base, rotary_dim, _yarn(fields, rope))
+    raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+
+
+def context_len_of(fields: ConfigFields, spec: RotarySpec) -> int:
+    """max_position_embeddings, stretched where a yarn scaling says that it is the original length."""
+    context_len = fields.integer("max_position_embeddings", 2048)
+    if isinstance(spec.scaling, YarnScaling):
+        return max(context_len, int(spec.scaling.original_len * spec.scaling.factor))
+    return context_len
+
+
+def slot(name: str, target: torch.Tensor) -> WeightSlot:
+    """A slot with one name."""
+    return WeightSlot((name,), target.data)
+
+
+def linear_slots(prefix: str, linear: Linear) -> list[WeightSlot]:
+    """`prefix`.weight and, where the layer has one, `prefix`.bias."""
+    slots = [slot(f"{prefix}.weight", linear.weight)]
+    return slots if linear.bias is None else [*slots, slot(f"{prefix}.bias", linear.bias)]
+
+
+def part_slots(prefix: str, fused: FusedLinear, part: str) -> list[WeightSlot]:
+    """As linear_slots, for one part of a fused layer."""
+    weight, bias = fused.part(part)
+    slots = [slot(f"{prefix}.weight", weight)]
+    return slots if bias is None else [*slots, slot(f"{prefix}.bias", bias)]
+
+
+def _original_len(fields: ConfigFields, rope: ConfigFields) -> int:
+    outer = fields.optional_integer("original_max_position_embeddings")
+    return outer or rope.integer("original_max_position_embeddings", fields.integer("max_position_embeddings"))
+
+
+def _yarn(fields: ConfigFields, rope: ConfigFields) -> YarnScaling:
+    original_len = _original_len(fields, rope)
+    factor = rope.optional_number("factor") or fields.integer("max_position_embeddings") / original_len
+    attention_factor = rope.optional_number("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+        attention_factor = yarn_temperature(factor)
+        if mscale and mscale_all:
+            attention_factor = yarn_temperature(factor, mscale) / yarn_temperature(factor, mscale_all)
+    beta_fast, beta_slow = rope.optional_number("beta_fast") or 32.0, rope.optional_number("beta_slow") or 1.0
+    return YarnScaling(factor, original_len, attention_factor, beta_fast, beta_slow, rope.flag("truncate", True))
+
+
+_OTHER_MODALITIES = ("*vision_tower.*", "*visual.*", "*multi_modal_projector.*")
+
+
+def _text_part(outer_type: str, family: Family) -> Family:
+    """The text model inside a multimodal checkpoint: names gain a prefix and the other modalities are ignored."""
+
+    def build(config: Config, ctx: BuildContext) -> CausalLM:
+        model = family.build(ConfigFields(config).section("text_config"), ctx)
+        plain = model.weight_map()
+        slots = tuple(WeightSlot(_prefixed(each.names), each.target) for each in plain.slots)
+        ignored = tuple(name for pattern in plain.ignored for name in _prefixed((pattern,)))
+        widened = WeightMap(slots, ignored + _OTHER_MODALITIES)
+        model.weight_map = lambda: widened  # type: ignore[method-assign]
+        return model
+
+    return Family(outer_type, build)
+
+
+def _prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names a multimodal checkpoint may give to a text tensor, older spelling first."""
+    older = [f"language_model.{name}" for name in names]
+    newer = [f"model.language_model.{name.removeprefix('model.')}" for name in names]
+    return (*older, *newer, *names)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models of every family beside their transformers twins, and a batch builder over random page tables.
+
+A test oracle only: builds what execution would build, in the slowest obvious way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+
+from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.forward_batch import ForwardBatch, KvLayer
+from tokenspeed.models import CausalLM, resolve
+
+BLOCK_SIZE = 8
+VOCAB_SIZE = 97
+
+TINY = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_MSCALE_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 16.0, "truncate": False}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+GEMMA = {**TINY, "num_hidden_layers": 4, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 11}
+GEMMA_TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+QWEN_TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
+
+VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "llama": ("llama", {**TINY, "rope_parameters": DEFAULT_ROPE}),
+    "llama-biases-mha-tied": (
+        "llama",
+        {**TINY, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama-wide-heads": ("llama", {**TINY, "head_dim": 20, "num_key_value_heads": 1}),
+    "llama-llama3": ("llama", {**TINY, "rope_parameters": LLAMA3_ROPE}),
+    "llama-yarn": ("llama", {**TINY, "rope_parameters": YARN_ROPE}),
+    "llama-yarn-mscale": ("llama", {**TINY, "rope_parameters": YARN_MSCALE_ROPE}),
+    "llama-linear": ("llama", {**TINY, "rope_parameters": LINEAR_ROPE}),
+    "qwen2": ("qwen2", {**TINY, "tie_word_embeddings": True}),
+    "qwen2-yarn": ("qwen2", {**TINY, "rope_parameters": YARN_ROPE}),
+    "qwen2-windows": (
+        "qwen2",
+        {**TINY, "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "layer_types": QWEN_TYPES},
+    ),
+    "qwen3": ("qwen3", {**TINY, "head_dim": 16}),
+    "qwen3-biases-yarn": ("qwen3", {**TINY, "head_dim": 24, "attention_bias": True, "rope_parameters": YARN_ROPE}),
+    "gemma3": ("gemma3_text", {**GEMMA, "layer_types": GEMMA_TYPES}),
+    "gemma3-untied-linear": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "layer_types": GEMMA_TYPES,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": DEFAULT_ROPE},
+        },
+    ),
+}
+
+
+@dataclass(slots=True)
+class Twin:
+    """Our model and transformers' with the same random weights, in float32."""
+
+    ours: CausalLM
+    theirs: transformers.PreTrainedModel
+
+    def expected(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """(len, V) logits of a whole sequence."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.theirs(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return logits
+
+
+def make_twin(variant: str, overrides: Mapping[str, str] | None = None) -> Twin:
+    """Both models of one entry of VARIANTS."""
+    model_type, fields = VARIANTS[variant]
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    for parameter in theirs.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+        else:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    ours = build_model(theirs.config.to_dict(), overrides)
+    load(ours, theirs.state_dict())
+    return Twin(ours, theirs)
+
+
+def build_model(config: Mapping[str, object], overrides: Mapping[str, str] | None = None) -> CausalLM:
+    """A model with unset weights, float32 on the CPU."""
+    return resolve(config).build(config, BuildContext("cpu", torch.float32, overrides))
+
+
+def load(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill every slot, and assert that nothing is missing, misshapen or left over."""
+    unused = set(tensors)
+    weight_map = model.weight_map()
+    for slot in weight_map:
+        name = next(name for name in slot.names if name in tensors)
+        assert slot.target.shape == tensors[name].shape, slot.name
+        slot.target.copy_(tensors[name])
+        unused.discard(name)
+    left_over = [name for name in unused if not weight_map.ignores(name)]
+    assert not left_over, left_over
+
+
+class Session:
+    """Sequences of one model, their pages scattered at random over a poisoned cache."""
+
+    def __init__(self, model: CausalLM, num_sequences: int, max_len: int) -> None:
+        blocks_each = -(-max_len // BLOCK_SIZE)
+        generator = torch.Generator().manual_seed(3)
+        pages = torch.randperm(num_sequences * blocks_each, generator=generator) + 1
+        self.tables = pages.view(num_sequences, blocks_each).int()
+        self.lens = [0] * num_sequences
+        self.model = model
+        num_pages = num_sequences * blocks_each + 1
+        self.kv_layers = tuple(_poisoned(num_pages, spec.num_kv_heads, spec.head_dim) for spec in model.kv_specs)
+
+    def step(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Feed each sequence its chunk of token ids; (chunk, V) logits by sequence."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for sequence, chunk in chunks.items():
+            for token in chunk:
+                position = self.lens[sequence]
+                page = int(self.tables[sequence, position // BLOCK_SIZE])
+                tokens.append(token)
+                positions.append(position)
+                slots.append(page * BLOCK_SIZE + position % BLOCK_SIZE)
+                self.lens[sequence] += 1
+            starts.append(len(tokens))
+        rows = list(chunks)
+        batch = ForwardBatch(
+            token_ids_T=torch.tensor(tokens),
+            positions_T=torch.tensor(positions),
+            slot_mapping_T=torch.tensor(slots),
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            seq_lens_R=torch.tensor([self.lens[row] for row in rows], dtype=torch.int32),
+            block_tables_RB=self.tables[rows],
+            sample_index_S=torch.arange(len(tokens)),
+            max_query_len=max(len(chunk) for chunk in chunks.values()),
+            max_seq_len=max(self.lens[row] for row in rows),
+            kv_layers=self.kv_layers,
+        )
+        with torch.inference_mode():
+            logits = self.model.compute_logits(self.model.forward(batch)[batch.sample_index_S])
+        return {row: logits[starts[index] : starts[index + 1]] for index, row in enumerate(rows)}
+
+
+def _poisoned(num_pages: int, num_kv_heads: int, head_dim: int) -> KvLayer:
+    shape = (num_pages, BLOCK_SIZE, num_kv_heads, head_dim)
+    return KvLayer(torch.full(shape, float("nan")), torch.full(shape, float("nan")))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `variant` runs once for each entry of VARIANTS."""
+    if "variant" in metafunc.fixturenames:
+        metafunc.parametrize("variant", VARIANTS)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@functools.cache
+def _cached_twin(variant: str) -> Twin:
+    return make_twin(variant)
+
+
+@pytest.fixture
+def twin(variant: str) -> Twin:
+    """The pair of models of this variant, made once."""
+    return _cached_twin(variant)
+
+
+@pytest.fixture
+def new_session() -> type[Session]:
+    """How a test runs sequences through a model."""
+    return Session
+
+
+@pytest.fixture
+def new_twin() -> Callable[..., Twin]:
+    """make_twin, for tests that choose their own variant or kernels."""
+    return make_twin
+
+
+@pytest.fixture
+def tiny_config() -> Mapping[str, object]:
+    """A llama configuration as in config.json."""
+    return {"model_type": "llama", "rms_norm_eps": 1e-6, "hidden_act": "silu", **TINY}

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs steps: a plan goes in, the tokens that it sampled come out.
+
+Steps run in order on a thread of their own, so that the next plan can be made while one runs. Knows neither what a
+plan is for nor what becomes of the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenspeed.checkpoints import ModelSource, ProgressFn
+from tokenspeed.core.config import EngineConfig
+from tokenspeed.core.errors import CapacityError
+from tokenspeed.core.ipc import KernelBinding
+from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
+from tokenspeed.core.request import SamplingParams, TokenLogprobs
+from tokenspeed.execution import kv_cache, placement
+from tokenspeed.execution.input_buffers import InputBuffers, StepInputs
+from tokenspeed.execution.outputs import PromptLogprobs, RunnerInfo, StepHandle, StepOutput
+from tokenspeed.execution.prompt_logprobs import PromptScorer
+from tokenspeed.execution.sampler import Sampler, SamplerOutput
+from tokenspeed.execution.scripted import ScriptedModel
+from tokenspeed.execution.weights import load_weights, num_parameters
+from tokenspeed.kernels.platform import set_num_threads
+from tokenspeed.kernels.registry import BoundKernel
+from tokenspeed.layers.build import BuildContext
+from tokenspeed.models import CausalLM, resolve
+
+_log = logging.getLogger(__name__)
+_WARMUP_LEN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    handle: StepHandle
+    plan: StepPlan
+    seatings: tuple[Seating, ...]
+
+
+class ModelRunner:
+    """One model on one device. launch from one thread at a time."""
+
+    def __init__(
+        self, info: RunnerInfo, model: CausalLM | ScriptedModel, buffers: InputBuffers, sampler: Sampler
+    ) -> None:
+        self.info = info
+        self._model = model
+        self._buffers = buffers
+        self._sampler = sampler
+        self._prompt_scorer = PromptScorer(info.vocab_size)
+        self._is_spoilt = np.zeros(len(buffers.last_token), dtype=np.bool_)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="model-runner", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def create(cls, config: EngineConfig, source: ModelSource, progress: ProgressFn | None = None) -> ModelRunner:
+        """Build the model that the source describes, load and warm it. Raises a StartError subclass."""
+        started = time.monotonic()
+        device = placement.resolve_device(config.device)
+        num_threads = placement.resolve_num_threads(config.device)
+        set_num_threads(num_threads)
+        dtype = placement.resolve_dtype(config.model.dtype, device, source.config)
+        ctx = BuildContext(str(device), dtype, dict(config.device.kernel_overrides))
+        model, model_type = _build(source, ctx, progress)
+        sample = ctx.bind("sampling")
+        size = kv_cache.size_pool(config, model.kv_specs, model.max_model_len, ctx)
+        layers = kv_cache.allocate(size, model.kv_specs, ctx)
+        max_num_seqs = config.scheduler.max_num_seqs
+        info = RunnerInfo(
+            model_type=model_type,
+            num_parameters=0 if isinstance(model, ScriptedModel) else num_parameters(model),
+            device=str(device),
+            dtype=placement.dtype_name(dtype),
+            num_threads=num_threads,
+            block_size=size.block_size,
+            num_kv_blocks=size.num_blocks,
+            kv_bytes=size.kv_bytes,
+            max_model_len=size.max_model_len,
+            vocab_size=model.vocab_size,
+            load_s=0.0,
+            kernels=tuple(_binding(kernel) for kernel in ctx.bindings.values()),
+        )
+        buffers = InputBuffers(size, max_num_seqs, layers, device)
+        runner = cls(info, model, buffers, Sampler(sample, max_num_seqs, model.vocab_size, device))
+        if not isinstance(model, ScriptedModel):
+            runner._warm_up(progress)
+            kv_cache.zero_pages(layers, torch.zeros(1, dtype=torch.int64, device=device))
+        runner.info = dataclasses.replace(info, load_s=time.monotonic() - started)
+        return runner
+
+    def launch(self, plan: StepPlan, seatings: Sequence[Seating]) -> StepHandle:
+        """Run this plan after those launched before. Copies the plan's arrays, which the planner reuses. seatings:
+        one for each of plan.seated."""
+        assert len(seatings) == len(plan.seated), (len(seatings), len(plan.seated))
+        handle = StepHandle(plan.step_id)
+        self._jobs.put(_Job(handle, _copy(plan), tuple(seatings)))
+        return handle
+
+    def close(self) -> None:
+        """Finish the launched steps and end the thread. Idempotent."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        set_num_threads(self.info.num_threads)
+        with torch.inference_mode():
+            while (job := self._jobs.get()) is not None:
+                job.handle.finish(self._run(job))
+
+    def _run(self, job: _Job) -> StepOutput:
+        try:
+            return self._step(job)
+        except Exception:  # noqa: BLE001 - whatever went wrong ends the requests of this step, never the process
+            _log.exception("step %d failed", job.plan.step_id)
+            self._is_spoilt[job.plan.rows[:, 0]] = True
+            return _failed(job.plan)
+
+    def _step(self, job: _Job) -> StepOutput:
+        plan = job.plan
+        self._buffers.apply(plan)
+        for seating in job.seatings:
+            self._seat(seating)
+        inputs = self._buffers.build(plan)
+        hidden_TD = self._model.forward(inputs.batch)
+        logits_SV = self._model.compute_logits(hidden_TD[inputs.batch.sample_index_S])
+        sampled = self._sampler.sample(logits_SV, inputs.seats_S, inputs.position_S)
+        self._buffers.commit(inputs, sampled.token_ids_S)
+        prompt_logprobs = self._prompt_scorer.score(inputs, hidden_TD, self._model.compute_logits)
+        return _output(plan.step_id, inputs, sampled, prompt_logprobs, self._is_spoilt[inputs.seats_R])
+
+    def _seat(self, seating: Seating) -> None:
+        if isinstance(self._model, ScriptedModel):
+            seating = self._model.seating(seating)
+        self._is_spoilt[seating.seat] = False
+        self._sampler.seat(seating)
+        self._prompt_scorer.seat(seating)
+
+    def _warm_up(self, progress: ProgressFn | None) -> None:
+        """A prefill and a decode on the null page, so that the first request pays for no lazy set-up."""
+        prompt_len = max(1, min(_WARMUP_LEN, self.info.max_model_len - 1))
+        prompt = np.zeros(prompt_len, dtype=np.int32)
+        seating = Seating(0, "warm-up", SamplingParams(temperature=0.0, seed=0), (), prompt, prompt_len)
+        plans = (
+            _plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True),
+            _plain_plan(1, RowKind.DECODE, prompt[:0], seated=False),
+        )
+        for done, plan in enumerate(plans):
+            self.launch(plan, (seating,) if len(plan.seated) else ()).wait()
+            if progress is not None:
+                progress("warmup", done + 1, len(plans), "steps")
+
+
+def _build(source: ModelSource, ctx: BuildContext, progress: ProgressFn | None) -> tuple[CausalLM | ScriptedModel, str]:
+    """The loaded model and its type."""
+    if source.script is not None:
+        return ScriptedModel(source.config, source.script.step_s), "scripted"
+    family = resolve(source.config)
+    weights = source.weights()
+    try:
+        model = family.build(source.config, ctx)
+        load_weights(model, weights, source.path, progress)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise CapacityError(f"{source.path}: out of memory while loading the weights") from error
+    finally:
+        weights.close()
+    return model, family.model_type
+
+
+def _binding(kernel: BoundKernel) -> KernelBinding:
+    return KernelBinding(kernel.op, kernel.solution, kernel.passed_over)
+
+
+def _plain_plan(step_id: int, kind: RowKind, token_ids: Int32Array, *, seated: bool) -> StepPlan:
+    """A plan of one row in seat 0 with an empty page table."""
+    rows = np.array([[0, kind, 0, max(1, len(token_ids)), 0]], dtype=np.int32)
+    seats = np.zeros((1 if seated else 0, 3), dtype=np.int32)
+    nothing = [np.zeros((0, width), dtype=np.int32) for width in (4, 2, 3, 4, 4)]
+    return StepPlan(step_id, rows, token_ids, seats, *nothing)
+
+
+def _copy(plan: StepPlan) -> StepPlan:
+    fields = (field.name for field in dataclasses.fields(plan) if field.name != "step_id")
+    return dataclasses.replace(plan, **{name: getattr(plan, name).copy() for name in fields})
+
+
+def _failed(plan: StepPlan) -> StepOutput:
+    nothing = np.zeros(0, dtype=np.int32)
+    num_rows = len(plan.rows)
+    offsets, row_faults = np.zeros(num_rows + 1, dtype=np.int32), np.zeros(num_rows, dtype=np.int32)
+    return StepOutput(StepResult(plan.step_id, offsets, nothing, row_faults, fault=True), (), ())
+
+
+def _output(
+    step_id: int,
+    inputs: StepInputs,
+    sampled: SamplerOutput,
+    prompt_logprobs: tuple[PromptLogprobs | None, ...],
+    is_spoilt_R: NDArray[np.bool_],
+) -> StepOutput:
+    """One token for each sampled row that is not faulty; a seat that an earlier failed step left behind is."""
+    is_faulty_R = is_spoilt_R.copy()
+    is_faulty_R[inputs.sampled_rows_S] |= sampled.is_faulty_S
+    is_good_S = ~is_faulty_R[inputs.sampled_rows_S]
+    num_accepted_R = np.zeros(len(is_faulty_R), dtype=np.int32)
+    num_accepted_R[inputs.sampled_rows_S] = is_good_S
+    offsets = np.zeros(len(is_faulty_R) + 1, dtype=np.int32)
+    np.cumsum(num_accepted_R, out=offsets[1:])
+    result = StepResult(step_id, offsets, sampled.token_ids_S[is_good_S], is_faulty_R.astype(np.int32))
+    logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * len(is_faulty_R)
+    if sampled.logprobs is not None:
+        for row, is_good, entry in zip(inputs.sampled_rows_S.tolist(), is_good_S, sampled.logprobs, strict=True):
+            if is_good and entry is not None:
+                logprobs[row] = (entry,)
+    return StepOutput(result, tuple(logprobs), prompt_logprobs)

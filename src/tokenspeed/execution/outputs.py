@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What execution hands to the engine: facts about the runner, a handle on a launched step, what the step produced.
+
+Knows no tensor and no model.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from tokenspeed.core.ipc import KernelBinding
+from tokenspeed.core.plan import StepResult
+from tokenspeed.core.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerInfo:
+    """What a model runner offers. num_kv_blocks counts usable pages: ids 1 to num_kv_blocks; page 0 is the null page.
+    max_model_len is already cut to the KV pool. load_s: seconds from the call of create until it could serve."""
+
+    model_type: str
+    num_parameters: int
+    device: str
+    dtype: str
+    num_threads: int
+    block_size: int
+    num_kv_blocks: int
+    kv_bytes: int
+    max_model_len: int
+    vocab_size: int
+    load_s: float
+    kernels: tuple[KernelBinding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt positions start, start + 1, … of one row; position 0 has None (nothing
+    precedes it). The chunks of a prompt join without gap; a preempted prompt is reported again from its start."""
+
+    start: int
+    entries: tuple[TokenLogprobs | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step produced. logprobs and prompt_logprobs have one entry a row, None where not asked for (or the row
+    faulted); logprobs[r] has one entry for each token that row r accepted. Both are empty when the whole step
+    faulted."""
+
+    result: StepResult
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...]
+    prompt_logprobs: tuple[PromptLogprobs | None, ...]
+
+
+class StepHandle:
+    """A launched step. Steps finish in the order in which they were launched."""
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self._finished = threading.Event()
+        self._output: StepOutput | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether wait() would return at once."""
+        return self._finished.is_set()
+
+    def wait(self) -> StepOutput:
+        """Block until the step has run. Never raises: a step that failed has result.fault set."""
+        self._finished.wait()
+        assert self._output is not None, f"step {self.step_id} finished without an output"
+        return self._output
+
+    def finish(self, output: StepOutput) -> None:
+        """Called once, by the runner."""
+        assert self._output is None, f"step {self.step_id} finished twice"
+        self._output = output
+        self._finished.set()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where and in which number format a model runs, and how much of the machine it may take.
+
+Knows no model. Reads /proc and /sys on Linux; elsewhere falls back to what Python says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from tokenspeed.core.config import DeviceConfig, DType
+from tokenspeed.core.errors import ConfigError
+
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED_BYTES = 1 << 60
+
+
+def resolve_device(device: DeviceConfig) -> torch.device:
+    """The device asked for; auto takes a GPU where there is one. ConfigError when a GPU is asked for and absent."""
+    has_gpu = torch.cuda.is_available()
+    if device.device == "cuda" and not has_gpu:
+        raise ConfigError("--device cuda: no CUDA device is visible to torch; use --device cpu")
+    if device.device == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda")
+
+
+def resolve_dtype(dtype: DType, device: torch.device, model_config: Mapping[str, object]) -> torch.dtype:
+    """The dtype asked for; auto is float32 on a CPU and what the checkpoint was trained in on a GPU."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    own = model_config.get("dtype", model_config.get("torch_dtype"))
+    trained = _DTYPES.get(str(own), torch.bfloat16)
+    return torch.bfloat16 if trained == torch.float32 else trained
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as the configuration spells it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_num_threads(device: DeviceConfig) -> int:
+    """The threads asked for, else the physical cores that affinity and cgroup quota leave us."""
+    if device.num_threads is not None:
+        return device.num_threads
+    allowed = sorted(os.sched_getaffinity(0)) if os.name == "posix" else list(range(os.cpu_count() or 1))
+    cores = {_siblings(cpu) for cpu in allowed}
+    return max(1, min(len(cores), _cpu_quota()))
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """Bytes that could be allocated now: on a CPU what the kernel calls available, within our cgroup's limit."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    return min(_system_memory_bytes(), _cgroup_memory_bytes())
+
+
+def _siblings(cpu: int) -> str:
+    try:
+        return (_CPU_TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _cgroup_dirs() -> list[Path]:
+    """Our cgroup (version 2) and those above it, innermost first."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return [_CGROUP]
+    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    innermost = _CGROUP / own.lstrip("/")
+    return [innermost, *(parent for parent in innermost.parents if parent.is_relative_to(_CGROUP))]
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _cpu_quota() -> int:
+    quota = 1 << 16
+    for directory in _cgroup_dirs():
+        words = _read_words(directory / "cpu.max")
+        if len(words) == 2 and words[0] != "max":
+            quota = min(quota, -(-int(words[0]) // int(words[1])))
+    return max(1, quota)
+
+
+def _system_memory_bytes() -> int:
+    words = _read_words(Path("/proc/meminfo"))
+    if "MemAvailable:" in words:
+        return int(words[words.index("MemAvailable:") + 1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_memory_bytes() -> int:
+    """What the tightest memory limit above us leaves; page cache that can be dropped counts as free."""
+    available = _UNLIMITED_BYTES
+    for directory in _cgroup_dirs():
+        limit, current = _read_words(directory / "memory.max"), _read_words(directory / "memory.current")
+        if not limit or not current or limit[0] == "max":
+            continue
+        stat = _read_words(directory / "memory.stat")
+        droppable = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
+        available = min(available, max(0, int(limit[0]) - int(current[0]) + droppable))
+    words = _read_words(_CGROUP / "memory" / "memory.limit_in_bytes")
+    used = _read_words(_CGROUP / "memory" / "memory.usage_in_bytes")
+    if words and used:
+        available = min(available, max(0, int(words[0]) - int(used[0])))
+    return available

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-seat sampling state, and the inputs of the sampling op made from it.
+
+Knows how a seat is sampled, not what its request is or when it ends. The maths is the op's.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenspeed.core.plan import Int32Array, Seating
+from tokenspeed.core.request import SamplingParams, TokenLogprobs
+from tokenspeed.execution.logprobs import token_logprobs
+from tokenspeed.kernels.ops.sampling import (
+    GREEDY_BELOW,
+    Draws,
+    Edits,
+    Filters,
+    Penalties,
+    SampleFn,
+    SamplingInputs,
+)
+
+Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+class Need(enum.IntFlag):
+    """What a seat needs beyond the most likely token."""
+
+    DRAW = 1
+    FILTER = 2
+    PENALTY = 4
+    BIAS = 8
+    MIN_TOKENS = 16
+    LOGPROBS = 32
+    FORCED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """token_ids_S: 0 where the row is faulty. logprobs: an entry a row, None where not asked for."""
+
+    token_ids_S: Int32Array
+    is_faulty_S: BoolArray
+    logprobs: tuple[TokenLogprobs | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """The parts of a seat's state that most seats do without."""
+
+    sampling: SamplingParams
+    end_ids: Int64Array
+    bias_ids: Int64Array
+    bias_values: NDArray[np.float32]
+    output_counts_V: torch.Tensor | None
+    prompt_mask_V: torch.Tensor | None
+    forced_ids: Int32Array | None
+
+
+class Sampler:
+    """Samples rows by seat."""
+
+    def __init__(self, sample: SampleFn, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._sample = sample
+        self._vocab_size = vocab_size
+        self._device = device
+        self._needs = np.zeros(max_num_seqs, dtype=np.int32)
+        self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self._min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self._seed = np.zeros(max_num_seqs, dtype=np.int64)
+        self._prompt_len = np.zeros(max_num_seqs, dtype=np.int64)
+        self._min_len = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_top = np.zeros(max_num_seqs, dtype=np.int64)
+        self._seats: list[_Seat | None] = [None] * max_num_seqs
+
+    def seat(self, seating: Seating) -> None:
+        """A request takes a seat; nothing of the one before it stays."""
+        seat, sampling = seating.seat, seating.sampling
+        self._temperature[seat] = sampling.temperature
+        self._top_k[seat] = max(0, sampling.top_k)
+        self._top_p[seat] = sampling.top_p
+        self._min_p[seat] = sampling.min_p
+        self._seed[seat] = _to_int64(_seed_of(seating))
+        self._prompt_len[seat] = seating.prompt_len
+        self._min_len[seat] = seating.prompt_len + sampling.min_tokens
+        self._num_top[seat] = sampling.logprobs or 0
+        self._needs[seat] = _needs_of(seating)
+        self._seats[seat] = self._rare_state(seating)
+
+    def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> SamplerOutput:
+        """One token a row. position_S: the index that the token takes in its sequence."""
+        needs_S = self._needs[seats_S]
+        needs = int(np.bitwise_or.reduce(needs_S, initial=0))
+        inputs = SamplingInputs() if needs == 0 else self._inputs(needs_S, seats_S, position_S)
+        sampled = self._sample(logits_SV, inputs)
+        token_ids_S = sampled.token_ids_S.cpu().numpy().astype(np.int32)
+        is_faulty_S = sampled.is_faulty_S.cpu().numpy()
+        if needs & Need.FORCED:
+            self._force(token_ids_S, needs_S, seats_S, position_S)
+        if needs & Need.PENALTY:
+            self._count(token_ids_S, needs_S, is_faulty_S, seats_S)
+        logprobs = self._logprobs(logits_SV, token_ids_S, needs_S, seats_S) if needs & Need.LOGPROBS else None
+        return SamplerOutput(token_ids_S, is_faulty_S, logprobs)
+
+    def _rare_state(self, seating: Seating) -> _Seat | None:
+        needs = _needs_of(seating)
+        if not needs & (Need.PENALTY | Need.BIAS | Need.MIN_TOKENS | Need.FORCED):
+            return None
+        sampling = seating.sampling
+        bias = [(token_id, value) for token_id, value in sampling.logit_bias if 0 <= token_id < self._vocab_size]
+        prompt_ids, output_ids = np.split(seating.token_ids.astype(np.int64), [seating.prompt_len])
+        counts_V = prompt_mask_V = None
+        if needs & Need.PENALTY:
+            counts_V = torch.from_numpy(np.bincount(output_ids, minlength=self._vocab_size).astype(np.int32))
+            counts_V = counts_V.to(self._device)
+        if sampling.repetition_penalty != 1.0:
+            prompt_mask_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            prompt_mask_V[torch.from_numpy(prompt_ids).to(self._device)] = True
+        return _Seat(
+            sampling,
+            np.array([token_id for token_id in seating.end_token_ids if token_id < self._vocab_size], dtype=np.int64),
+            np.array([token_id for token_id, _ in bias], dtype=np.int64),
+            np.array([value for _, value in bias], dtype=np.float32),
+            counts_V,
+            prompt_mask_V,
+            None if seating.forced_token_ids is None else seating.forced_token_ids.copy(),
+        )
+
+    def _inputs(self, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array) -> SamplingInputs:
+        needs = int(np.bitwise_or.reduce(needs_S))
+        draws = penalties = edits = None
+        if needs & Need.DRAW:
+            draws = self._draws(bool(needs & Need.FILTER), seats_S, position_S)
+        if needs & Need.PENALTY:
+            penalties = self._penalties(np.flatnonzero(needs_S & Need.PENALTY), seats_S)
+        if needs & (Need.BIAS | Need.MIN_TOKENS):
+            edits = self._edits(needs_S, seats_S, position_S)
+        return SamplingInputs(draws, penalties, edits)
+
+    def _draws(self, has_filter: bool, seats_S: Int64Array, position_S: Int64Array) -> Draws:
+        filters = None
+        if has_filter:
+            filters = Filters(*(self._tensor(column[seats_S]) for column in (self._top_k, self._top_p, self._min_p)))
+        return Draws(
+            self._tensor(self._temperature[seats_S]),
+            self._tensor(self._seed[seats_S]),
+            self._tensor(position_S),
+            filters,
+        )
+
+    def _penalties(self, rows_P: Int64Array, seats_S: Int64Array) -> Penalties:
+        seats = [self._seat_of(int(seats_S[row])) for row in rows_P]
+        params = np.array(
+            [
+                (seat.sampling.presence_penalty, seat.sampling.frequency_penalty, seat.sampling.repetition_penalty)
+                for seat in seats
+            ],
+            dtype=np.float32,
+        )
+        counts = [seat.output_counts_V for seat in seats if seat.output_counts_V is not None]
+        assert len(counts) == len(seats), "a seat with penalties has no counts"
+        prompt_mask_PV = None
+        if any(seat.prompt_mask_V is not None for seat in seats):
+            nothing_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            prompt_mask_PV = torch.stack(
+                [nothing_V if seat.prompt_mask_V is None else seat.prompt_mask_V for seat in seats]
+            )
+        presence_P, frequency_P, repetition_P = (self._tensor(column) for column in np.ascontiguousarray(params.T))
+        return Penalties(
+            self._tensor(rows_P), torch.stack(counts), prompt_mask_PV, presence_P, frequency_P, repetition_P
+        )
+
+    def _edits(self, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array) -> Edits | None:
+        is_early_S = (position_S < self._min_len[seats_S]) & ((needs_S & Need.MIN_TOKENS) != 0)
+        has_bias_S = (needs_S & Need.BIAS) != 0
+        rows: list[Int64Array] = []
+        ids: list[Int64Array] = []
+        values: list[NDArray[np.float32]] = []
+        for row in np.flatnonzero(is_early_S | has_bias_S):
+            seat = self._seat_of(int(seats_S[row]))
+            if has_bias_S[row]:
+                ids.append(seat.bias_ids)
+                values.append(seat.bias_values)
+                rows.append(np.full(len(seat.bias_ids), row))
+            if is_early_S[row]:
+                ids.append(seat.end_ids)
+                values.append(np.full(len(seat.end_ids), -np.inf, dtype=np.float32))
+                rows.append(np.full(len(seat.end_ids), row))
+        if not rows:
+            return None
+        return Edits(*(self._tensor(np.concatenate(parts)) for parts in (rows, ids, values)))
+
+    def _force(
+        self, token_ids_S: Int32Array, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array
+    ) -> None:
+        for row in np.flatnonzero(needs_S & Need.FORCED):
+            forced_ids = self._seat_of(int(seats_S[row])).forced_ids
+            index = int(position_S[row] - self._prompt_len[seats_S[row]])
+            if forced_ids is not None and 0 <= index < len(forced_ids):
+                token_ids_S[row] = forced_ids[index]
+
+    def _count(
+        self, token_ids_S: Int32Array, needs_S: NDArray[np.int32], is_faulty_S: BoolArray, seats_S: Int64Array
+    ) -> None:
+        for row in np.flatnonzero(((needs_S & Need.PENALTY) != 0) & ~is_faulty_S):
+            counts_V = self._seat_of(int(seats_S[row])).output_counts_V
+            assert counts_V is not None, f"seat {seats_S[row]} has penalties but no counts"
+            counts_V[int(token_ids_S[row])] += 1
+
+    def _logprobs(
+        self, logits_SV: torch.Tensor, token_ids_S: Int32Array, needs_S: NDArray[np.int32], seats_S: Int64Array
+    ) -> tuple[TokenLogprobs | None, ...]:
+        rows_N = np.flatnonzero(needs_S & Need.LOGPROBS)
+        entries = token_logprobs(
+            logits_SV[self._tensor(rows_N)],
+            self._tensor(token_ids_S[rows_N].astype(np.int64)),
+            self._num_top[seats_S[rows_N]].tolist(),
+        )
+        by_row: list[TokenLogprobs | None] = [None] * len(token_ids_S)
+        for row, entry in zip(rows_N.tolist(), entries, strict=True):
+            by_row[row] = entry
+        return tuple(by_row)
+
+    def _seat_of(self, seat: int) -> _Seat:
+        state = self._seats[seat]
+        assert state is not None, f"seat {seat} has no state for what it needs"
+        return state
+
+    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _needs_of(seating: Seating) -> Need:
+    sampling = seating.sampling
+    needs = Need(0)
+    if sampling.temperature >= GREEDY_BELOW:
+        needs |= Need.DRAW
+        if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+            needs |= Need.FILTER
+    if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
+        needs |= Need.PENALTY
+    if sampling.logit_bias:
+        needs |= Need.BIAS
+    if sampling.min_tokens > 0 and seating.end_token_ids:
+        needs |= Need.MIN_TOKENS
+    if sampling.logprobs is not None:
+        needs |= Need.LOGPROBS
+    if seating.forced_token_ids is not None:
+        needs |= Need.FORCED
+    return needs
+
+
+def _seed_of(seating: Seating) -> int:
+    seed = seating.sampling.seed
+    return zlib.crc32(seating.request_id.encode()) if seed is None else seed
+
+
+def _to_int64(value: int) -> int:
+    """The low 64 bits, as a signed number."""
+    low = value & ((1 << 64) - 1)
+    return low - (1 << 64) if low >> 63 else low

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills a built model from a checkpoint, strictly: every parameter is filled and every tensor has a place.
+
+Knows names and shapes, not file formats. Reads one tensor at a time, so that memory holds the model and one tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenspeed.checkpoints import ProgressFn, TensorInfo, Weights
+from tokenspeed.core.errors import CheckpointError
+from tokenspeed.models import CausalLM, WeightMap
+
+_NAMES_SHOWN = 3
+
+
+def load_weights(model: CausalLM, weights: Weights, path: Path, progress: ProgressFn | None = None) -> None:
+    """Raises CheckpointError, before anything is read, when a tensor is missing, surplus or of another shape than the
+    model's; path is for the message."""
+    weight_map = model.weight_map()
+    _assert_covers(model, weight_map)
+    names = _match(weight_map, weights, path)
+    for done, (slot, name) in enumerate(zip(weight_map, names, strict=True)):
+        _fill(slot.target, weights.read(name, tuple(slot.target.shape)))
+        if progress is not None:
+            progress("load", done + 1, len(names), "tensors")
+
+
+def num_parameters(model: CausalLM) -> int:
+    """Parameters of the model, shared ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _match(weight_map: WeightMap, weights: Weights, path: Path) -> list[str]:
+    """The checkpoint name of each slot."""
+    infos = weights.infos()
+    if infos is None:
+        return [slot.name for slot in weight_map]
+    found = [next((name for name in slot.names if name in infos), None) for slot in weight_map]
+    faults = [
+        *_listed("missing", [slot.name for slot, name in zip(weight_map, found, strict=True) if name is None]),
+        *_listed("unexpected", _surplus(weight_map, infos, found)),
+        *_listed("of another shape", list(_misshapen(weight_map, infos, found))),
+    ]
+    if faults:
+        raise CheckpointError(f"{path}: the tensors do not match the model's configuration: {'; '.join(faults)}")
+    return [name for name in found if name is not None]
+
+
+def _surplus(weight_map: WeightMap, infos: Iterable[str], found: Sequence[str | None]) -> list[str]:
+    used = set(found)
+    return [name for name in infos if name not in used and not weight_map.ignores(name)]
+
+
+def _misshapen(weight_map: WeightMap, infos: Mapping[str, TensorInfo], found: Sequence[str | None]) -> Iterator[str]:
+    for slot, name in zip(weight_map, found, strict=True):
+        if name is not None and infos[name].shape != tuple(slot.target.shape):
+            yield f"{name} is {list(infos[name].shape)}, the model has {list(slot.target.shape)}"
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return [f"{len(names)} {what}: {shown}{more}"]
+
+
+def _assert_covers(model: CausalLM, weight_map: WeightMap) -> None:
+    """Slots are views that tile the parameters: each storage is filled exactly once."""
+    filled: Counter[int] = Counter()
+    for slot in weight_map:
+        filled[slot.target.untyped_storage().data_ptr()] += slot.target.numel()
+    for parameter in model.parameters():
+        covered = filled[parameter.untyped_storage().data_ptr()]
+        assert covered == parameter.numel(), f"slots fill {covered} of {parameter.numel()} values of a parameter"
+
+
+def _fill(target: torch.Tensor, array: NDArray[np.generic]) -> None:
+    target.copy_(_as_tensor(array))
+
+
+def _as_tensor(array: NDArray[np.generic]) -> torch.Tensor:
+    """bf16 travels as uint16 bit patterns. torch warns of arrays it could write to: a view of a mapped file is only
+    read here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loop remembers of each live request: its key, its tokens so far and the log-probabilities that wait for
+their tokens. Knows nothing of plans, pages or sockets.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tokenspeed.core.plan import FinishCode, Int32Array, RequestKey, Seating
+from tokenspeed.core.request import EngineRequest, FinishReason, SequenceUpdate, TokenLogprobs
+
+_REASONS = {
+    FinishCode.NONE: None,
+    FinishCode.STOP: FinishReason.STOP,
+    FinishCode.LENGTH: FinishReason.LENGTH,
+    FinishCode.CANCELLED: FinishReason.CANCELLED,
+    FinishCode.FAULT: FinishReason.ERROR,
+}
+FAULT_MESSAGE = "the model produced no usable numbers for this request (NaN), or its step failed"
+
+
+class PromptLogprobs(Protocol):
+    """Log-probabilities of prompt positions start, start + 1, …; position 0 has None."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def entries(self) -> Sequence[TokenLogprobs | None]: ...
+
+
+class Record:
+    """One live request. `ending` is set once the API process asked for its end."""
+
+    def __init__(self, request: EngineRequest, key: RequestKey) -> None:
+        assert request.sampling.max_tokens is not None, f"{request.request_id}: max_tokens is unset"
+        self.request = request
+        self.key = key
+        self.prompt: Int32Array = np.frombuffer(request.token_ids, np.int32)
+        self.max_tokens = request.sampling.max_tokens
+        self.ending = False
+        self._generated = array("i")
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs = self._unknown_prompt_logprobs()
+
+    def seating(self, seat: int) -> Seating:
+        """What execution must know when the request takes a seat, after a preemption too."""
+        generated = np.frombuffer(self._generated.tobytes(), np.int32)
+        forced = self.request.forced_token_ids
+        return Seating(
+            seat=seat,
+            request_id=self.request.request_id,
+            sampling=self.request.sampling,
+            end_token_ids=self.request.end_token_ids,
+            token_ids=np.concatenate((self.prompt, generated)),
+            prompt_len=len(self.prompt),
+            forced_token_ids=None if forced is None else np.frombuffer(forced, np.int32),
+        )
+
+    def note_logprobs(self, logprobs: Sequence[TokenLogprobs] | None, prompt_logprobs: PromptLogprobs | None) -> None:
+        """Keep a row's log-probabilities until the events say which of its tokens count."""
+        if logprobs is not None and self.request.sampling.logprobs is not None:
+            self._logprobs.extend(logprobs)
+        if prompt_logprobs is not None and self._prompt_logprobs is not None:
+            first, entries = prompt_logprobs.start, prompt_logprobs.entries
+            assert first + len(entries) <= len(self.prompt), f"{first} + {len(entries)} of {len(self.prompt)} positions"
+            self._prompt_logprobs[first : first + len(entries)] = entries
+
+    def update(self, token_ids: list[int], finish: int, cached_len: int) -> SequenceUpdate:
+        """The update that the API process gets for one event row."""
+        self._generated.extend(token_ids)
+        logprobs, self._logprobs = self._logprobs[: len(token_ids)], []
+        code = FinishCode(finish)
+        ended_by_token = code is FinishCode.STOP and not self.ending and bool(token_ids)
+        return SequenceUpdate(
+            request_id=self.request.request_id,
+            token_ids=tuple(token_ids),
+            cached_len=cached_len,
+            logprobs=None if self.request.sampling.logprobs is None else tuple(logprobs),
+            prompt_logprobs=self._take_prompt_logprobs() if token_ids else None,
+            finish_reason=_REASONS[code],
+            end_token_id=token_ids[-1] if ended_by_token else None,
+            error=FAULT_MESSAGE if code is FinishCode.FAULT else None,
+        )
+
+    def _unknown_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        if self.request.sampling.prompt_logprobs is None:
+            return None
+        return [None] * len(self.prompt)
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Once, with the first token: by then every chunk of the prompt has been computed."""
+        if self._prompt_logprobs is None:
+            return None
+        known, self._prompt_logprobs = tuple(self._prompt_logprobs), None
+        assert all(entry is not None for entry in known[1:]), f"{self.request.request_id}: prompt log-probs have gaps"
+        return known
+
+
+class RecordBook:
+    """All live requests, by id and by key. Indices are reused; a (index, generation) pair never is."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Record] = {}
+        self._by_key: dict[RequestKey, Record] = {}
+        self._free_indices: list[int] = []
+        self._generations: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, request: EngineRequest) -> Record:
+        """A record under a fresh key."""
+        assert request.request_id not in self._by_id, f"request id {request.request_id!r} is live already"
+        if not self._free_indices:
+            self._free_indices.append(len(self._generations))
+            self._generations.append(0)
+        index = self._free_indices.pop()
+        self._generations[index] += 1
+        record = Record(request, RequestKey(index, self._generations[index]))
+        self._by_id[request.request_id] = record
+        self._by_key[record.key] = record
+        return record
+
+    def find(self, request_id: str) -> Record | None:
+        """The live request of that id, if there is one."""
+        return self._by_id.get(request_id)
+
+    def peek(self, key: RequestKey) -> Record | None:
+        """The live request of that key; None when it ended while its step was in flight."""
+        return self._by_key.get(key)
+
+    def get(self, key: RequestKey) -> Record:
+        """The live request of that key, which must be there."""
+        record = self._by_key.get(key)
+        assert record is not None, f"no live request has key {key}"
+        return record
+
+    def remove(self, key: RequestKey) -> Record:
+        """Forget the request; its index may be used again."""
+        record = self._by_key.pop(key)
+        del self._by_id[record.request.request_id]
+        self._free_indices.append(key.index)
+        return record

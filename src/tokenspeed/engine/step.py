@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop: messages become events, events a plan, a plan a step, a step's result updates.
+
+One body serves both depths of overlap: steps in flight are a deque of length 0 or 1 between two turns. Knows the map
+request id ⇄ RequestKey and each request's tokens; knows no scheduling policy, no tensor and no text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tokenspeed.core.ipc import (
+    Cancel,
+    EngineStats,
+    Finish,
+    FromEngine,
+    Release,
+    Retain,
+    Shutdown,
+    Start,
+    Submit,
+    ToEngine,
+    Updates,
+)
+from tokenspeed.core.plan import (
+    ControlStats,
+    EventField,
+    Int32Array,
+    RequestKey,
+    RowField,
+    Seating,
+    SequenceEvents,
+    StepPlan,
+    StepResult,
+)
+from tokenspeed.core.request import FinishReason, SequenceUpdate, TokenLogprobs
+from tokenspeed.engine.sequences import PromptLogprobs, RecordBook
+
+HEARTBEAT_S = 1.0
+
+
+class Refusal(Protocol):
+    """A request that can never fit."""
+
+    @property
+    def key(self) -> RequestKey: ...
+    @property
+    def needed_tokens(self) -> int: ...
+    @property
+    def capacity_tokens(self) -> int: ...
+
+
+class Control(Protocol):
+    """The control plane, as the loop uses it; see tokenspeed.control."""
+
+    def submit(
+        self,
+        key: RequestKey,
+        token_ids: Int32Array,
+        *,
+        max_new_tokens: int,
+        min_new_tokens: int,
+        end_token_ids: tuple[int, ...],
+        priority: int,
+        namespace: str,
+        match_limit: int | None,
+    ) -> None: ...
+    def cancel(self, key: RequestKey) -> None: ...
+    def finish(self, key: RequestKey, keep_tokens: int) -> None: ...
+    def tick(self, now_ms: int) -> None: ...
+    def apply(self) -> Sequence[Refusal]: ...
+    def next_plan(self) -> StepPlan | None: ...
+    def advance(self, result: StepResult) -> None: ...
+    def take_events(self) -> SequenceEvents: ...
+    def stats(self) -> ControlStats: ...
+
+
+class StepOutput(Protocol):
+    """A step's result and, beside it, the log-probabilities of each row (None where not asked for); both are empty
+    when the whole step faulted. logprobs[r]: one entry for each token that row r accepted."""
+
+    @property
+    def result(self) -> StepResult: ...
+    @property
+    def logprobs(self) -> Sequence[Sequence[TokenLogprobs] | None]: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprobs | None]: ...
+
+
+class StepHandle(Protocol):
+    """A step in flight."""
+
+    def wait(self) -> StepOutput: ...
+
+
+class Runner(Protocol):
+    """Execution, as the loop uses it; see tokenspeed.execution."""
+
+    def launch(self, plan: StepPlan, seatings: Sequence[Seating]) -> StepHandle: ...
+
+
+class Messages(Protocol):
+    """Where requests come from and updates go; see tokenspeed.engine.channel."""
+
+    def receive(self, timeout_s: float) -> list[ToEngine]: ...
+    def send(self, message: FromEngine) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A launched step, and whose row is whose."""
+
+    step_id: int
+    keys: tuple[RequestKey, ...]
+    handle: StepHandle
+
+
+class EngineLoop:
+    """Carries plans from control to execution and results back, until told to stop."""
+
+    def __init__(
+        self,
+        control: Control,
+        runner: Runner,
+        messages: Messages,
+        *,
+        overlap_depth: int,
+        on_fault: Callable[[Exception], None] = lambda error: None,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        assert overlap_depth in (0, 1), f"overlap depth {overlap_depth}"
+        self._control = control
+        self._runner = runner
+        self._messages = messages
+        self._overlap_depth = overlap_depth
+        self._on_fault = on_fault
+        self._heartbeat_s = heartbeat_s
+        self._book = RecordBook()
+        self._seats: dict[int, RequestKey] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._running = True
+
+    def run(self) -> None:
+        """Serve until Shutdown. Raises ChannelClosedError when the API process has gone."""
+        blocked = True
+        while self._running:
+            blocked = self.turn(self._heartbeat_s if blocked else 0.0)
+
+    def turn(self, wait_s: float) -> bool:
+        """One turn: take messages (waiting up to wait_s), plan, launch, collect, report. True when nothing is left to
+        do before the next message."""
+        for message in self._messages.receive(wait_s):
+            self._receive(message)
+        updates = self._apply()
+        plan = self._control.next_plan()
+        if plan is not None:
+            self._in_flight.append(self._launch(plan))
+        collected = plan is None or len(self._in_flight) > self._overlap_depth
+        if collected and self._in_flight:
+            self._collect(self._in_flight.popleft())
+        updates += self._take_updates()
+        blocked = plan is None and not self._in_flight
+        if updates or blocked or collected:
+            self._messages.send(Updates(tuple(updates), _engine_stats(self._control.stats())))
+        return blocked
+
+    def _receive(self, message: ToEngine) -> None:
+        match message:
+            case Submit(request):
+                record = self._book.add(request)
+                self._control.submit(
+                    record.key,
+                    record.prompt,
+                    max_new_tokens=record.max_tokens,
+                    min_new_tokens=request.sampling.min_tokens,
+                    end_token_ids=request.end_token_ids,
+                    priority=request.priority,
+                    namespace=request.namespace,
+                    match_limit=request.match_limit,
+                )
+            case Cancel(request_id):
+                self._end(request_id, None)
+            case Finish(request_id, keep_tokens):
+                self._end(request_id, keep_tokens)
+            case Retain() | Release():
+                pass  # no request is submitted with a retention yet, so there is nothing to hold or let go
+            case Shutdown():
+                self._running = False
+            case Start():
+                raise AssertionError("a second Start")
+
+    def _end(self, request_id: str, keep_tokens: int | None) -> None:
+        """Cancel, or finish where keep_tokens is given. Ids that are unknown or already ending are ignored: the
+        message and the natural end may cross on the way."""
+        record = self._book.find(request_id)
+        if record is None or record.ending:
+            return
+        record.ending = True
+        if keep_tokens is None:
+            self._control.cancel(record.key)
+        else:
+            self._control.finish(record.key, keep_tokens)
+
+    def _apply(self) -> list[SequenceUpdate]:
+        self._control.tick(time.monotonic_ns() // 1_000_000)
+        return [self._refuse(refusal) for refusal in self._control.apply()]
+
+    def _refuse(self, refusal: Refusal) -> SequenceUpdate:
+        record = self._book.remove(refusal.key)
+        return SequenceUpdate(
+            request_id=record.request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error=f"the request needs {refusal.needed_tokens} tokens of KV cache, but the whole pool holds "
+            f"{refusal.capacity_tokens}",
+        )
+
+    def _launch(self, plan: StepPlan) -> _InFlight:
+        seatings = [self._seat(int(seat), RequestKey(int(index), int(gen))) for seat, index, gen in plan.seated]
+        keys = tuple(self._seats[seat] for seat in plan.rows[:, RowField.SEAT].tolist())
+        try:
+            handle = self._runner.launch(plan, seatings)
+        except (RuntimeError, MemoryError) as error:
+            handle = _FailedLaunch(error)
+        return _InFlight(plan.step_id, keys, handle)
+
+    def _seat(self, seat: int, key: RequestKey) -> Seating:
+        self._seats[seat] = key
+        return self._book.get(key).seating(seat)
+
+    def _collect(self, step: _InFlight) -> None:
+        try:
+            output = step.handle.wait()
+        except (RuntimeError, MemoryError) as error:
+            self._on_fault(error)
+            self._control.advance(_faulted(step.step_id, len(step.keys)))
+            return
+        self._control.advance(output.result)
+        if output.result.fault:
+            return
+        for key, logprobs, prompt_logprobs in zip(step.keys, output.logprobs, output.prompt_logprobs, strict=True):
+            record = self._book.peek(key)
+            if record is not None:
+                record.note_logprobs(logprobs, prompt_logprobs)
+
+    def _take_updates(self) -> list[SequenceUpdate]:
+        events = self._control.take_events()
+        token_ids = events.token_ids.tolist()
+        updates, start = [], 0
+        for row in events.rows.tolist():
+            end = start + row[EventField.NUM_TOKENS]
+            record = self._book.get(RequestKey(row[EventField.REQUEST_INDEX], row[EventField.GENERATION]))
+            update = record.update(token_ids[start:end], row[EventField.FINISH], row[EventField.CACHED_LEN])
+            if update.finish_reason is not None:
+                self._book.remove(record.key)
+            updates.append(update)
+            start = end
+        assert start == len(token_ids), f"events speak of {start} tokens and carry {len(token_ids)}"
+        return updates
+
+
+class _FailedLaunch:
+    """A step that could not even be launched: it fails where its result is awaited."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> StepOutput:
+        raise self._error
+
+
+def _faulted(step_id: int, num_rows: int) -> StepResult:
+    """The result of a step of which nothing may be used."""
+    return StepResult(
+        step_id=step_id,
+        accepted_offsets=np.zeros(num_rows + 1, np.int32),
+        token_ids=np.zeros(0, np.int32),
+        row_faults=np.zeros(num_rows, np.int32),
+        fault=True,
+    )
+
+
+def _engine_stats(stats: ControlStats) -> EngineStats:
+    return EngineStats(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        used_blocks=stats.used_blocks,
+        cached_blocks=stats.cached_blocks,
+        total_blocks=stats.total_blocks,
+        num_preemptions=stats.num_preemptions,
+        prefix_query_tokens=stats.prefix_query_tokens,
+        prefix_hit_tokens=stats.prefix_hit_tokens,
+        prompt_tokens=stats.prompt_tokens,
+        generated_tokens=stats.generated_tokens,
+        num_steps=stats.num_steps,
+    )

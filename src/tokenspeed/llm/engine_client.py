@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API process's end of the stream to an engine: start-up handshake, dispatch of updates, detection of its death.
+
+Knows core.ipc and who waits for which request id; knows no text and no sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from tokenspeed.core.config import EngineConfig
+from tokenspeed.core.errors import START_ERRORS, EngineDeadError, StartError, TokenSpeedError
+from tokenspeed.core.ipc import (
+    Cancel,
+    EngineInfo,
+    EngineStats,
+    Finish,
+    FrameBuffer,
+    FromEngine,
+    Progress,
+    Shutdown,
+    Start,
+    StartFailed,
+    Submit,
+    ToEngine,
+    Updates,
+    decode_from_engine,
+    encode_frame,
+)
+from tokenspeed.core.request import EngineRequest, SequenceUpdate
+from tokenspeed.engine.process import Engine
+
+ProgressFn = Callable[[str, int, int, str], None]
+
+_READ_BYTES = 1 << 20
+_END_WAIT_S = 2.0
+_ABANDON_GRACE_S = 0.2
+
+_log = logging.getLogger("tokenspeed.llm")
+
+
+class Sink(Protocol):
+    """Who waits for the updates of some sequences."""
+
+    def push(self, update: SequenceUpdate) -> None:
+        """Take one update."""
+        ...
+
+    def fail(self, error: TokenSpeedError) -> None:
+        """No further update will come."""
+        ...
+
+
+class EngineClient:
+    """A started engine. All methods belong to one event loop; sending never waits."""
+
+    def __init__(self, engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.stats = EngineStats()
+        self._engine = engine
+        self._reader = reader
+        self._writer = writer
+        self._frames = FrameBuffer()
+        self._sinks: dict[str, Sink] = {}
+        self._info: EngineInfo | None = None
+        self._death: EngineDeadError | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._progress_at = time.monotonic()
+
+    @classmethod
+    async def start(
+        cls, launch: Callable[[], Engine], config: EngineConfig, progress: ProgressFn | None = None
+    ) -> EngineClient:
+        """Launch an engine, hand it its configuration and wait until it can serve. Raises the StartError that the
+        engine met."""
+        engine = await _launched(launch)
+        reader, writer = await asyncio.open_connection(sock=engine.sock, limit=_READ_BYTES)
+        client = cls(engine, reader, writer)
+        try:
+            client._send(Start(config))
+            client._info = await client._handshake(progress)
+        except BaseException:
+            writer.transport.abort()
+            await asyncio.shield(asyncio.to_thread(engine.stop, _ABANDON_GRACE_S))
+            raise
+        client._progress_at = time.monotonic()
+        client._reading = asyncio.create_task(client._read_updates(), name="tokenspeed-engine-updates")
+        return client
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said when it could serve."""
+        assert self._info is not None, "the engine has not started"
+        return self._info
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the engine has ended or has been stopped."""
+        return self._death is None
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why no request can be served any more."""
+        return self._death
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that wait for further updates."""
+        return len(self._sinks)
+
+    @property
+    def last_progress_s(self) -> float:
+        """time.monotonic() of the engine's last report. It reports after each step and, when idle, every second."""
+        return self._progress_at
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        """Send one sequence; its updates go to `sink`. Raises EngineDeadError."""
+        self._require_alive()
+        assert request.request_id not in self._sinks, f"request id {request.request_id!r} is live already"
+        self._sinks[request.request_id] = sink
+        self._send(Submit(request))
+
+    def cancel(self, request_id: str) -> None:
+        """Drop the sequence; no further update of it is delivered. Ids that are not live are ignored."""
+        if self._sinks.pop(request_id, None) is not None and self.is_alive:
+            self._send(Cancel(request_id))
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        """End the sequence at its first keep_tokens generated tokens; no further update of it is delivered."""
+        if self._sinks.pop(request_id, None) is not None and self.is_alive:
+            self._send(Finish(request_id, keep_tokens))
+
+    async def stop(self) -> None:
+        """End the engine. Whoever still waits gets EngineDeadError. Idempotent."""
+        if self.is_alive:
+            self._send(Shutdown())
+        self._die(EngineDeadError("the engine has been shut down"))
+        if self._reading is not None:
+            self._reading.cancel()
+        await asyncio.to_thread(self._engine.wait, _END_WAIT_S)
+        self._writer.transport.abort()
+        await asyncio.to_thread(self._engine.stop)
+
+    def _send(self, message: ToEngine) -> None:
+        self._writer.write(encode_frame(message))
+
+    def _require_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+
+    async def _read(self) -> list[FromEngine]:
+        """The next messages; none at the end of the stream."""
+        while True:
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except OSError:
+                data = b""
+            messages = [decode_from_engine(body) for body in self._frames.feed(data)]
+            if messages or not data:
+                return messages
+
+    async def _handshake(self, progress: ProgressFn | None) -> EngineInfo:
+        while messages := await self._read():
+            for message in messages:
+                match message:
+                    case Progress(stage, done, total, unit):
+                        if progress is not None:
+                            progress(stage, done, total, unit)
+                    case EngineInfo():
+                        return message
+                    case StartFailed():
+                        raise _start_error(message)
+                    case Updates():
+                        raise AssertionError("updates before the engine said that it can serve")
+        await asyncio.to_thread(self._engine.wait, _END_WAIT_S)
+        raise StartError(f"the engine ended {self._engine.describe_end()} while starting")
+
+    async def _read_updates(self) -> None:
+        while messages := await self._read():
+            for message in messages:
+                assert isinstance(message, Updates), f"unexpected {type(message).__name__}"
+                self._dispatch(message)
+        await asyncio.to_thread(self._engine.wait, _END_WAIT_S)
+        self._die(EngineDeadError(f"the engine ended {self._engine.describe_end()}; restart the server"))
+
+    def _dispatch(self, message: Updates) -> None:
+        self._progress_at = time.monotonic()
+        self.stats = message.stats
+        for update in message.updates:
+            sink = self._sinks.get(update.request_id)
+            if sink is None:
+                continue  # cancelled or finished by us while the update was on its way
+            if update.finish_reason is not None:
+                del self._sinks[update.request_id]
+            self._deliver(sink, update)
+
+    def _deliver(self, sink: Sink, update: SequenceUpdate) -> None:
+        """A fault in one stream's text must not end the others: it ends that stream, and is logged as the bug it is."""
+        try:
+            sink.push(update)
+        except Exception:  # noqa: BLE001 contained, see above
+            _log.exception("request %s: its output could not be processed", update.request_id)
+            self.cancel(update.request_id)
+            sink.fail(TokenSpeedError("internal error while processing the output of this request"))
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._death is not None:
+            return
+        self._death = error
+        self.stats = EngineStats(total_blocks=self.stats.total_blocks)
+        sinks, self._sinks = self._sinks, {}
+        for sink in set(sinks.values()):
+            sink.fail(error)
+
+
+async def _launched(launch: Callable[[], Engine]) -> Engine:
+    """The engine, launched on a thread; ended again when the caller is cancelled meanwhile."""
+    launching = asyncio.ensure_future(asyncio.to_thread(launch))
+    try:
+        return await asyncio.shield(launching)
+    except asyncio.CancelledError:
+        engine = await launching
+        await asyncio.to_thread(engine.stop, _ABANDON_GRACE_S)
+        raise
+
+
+def _start_error(failure: StartFailed) -> StartError:
+    error = START_ERRORS.get(failure.kind, StartError)(failure.message)
+    if failure.details:
+        error.add_note(failure.details)
+    return error

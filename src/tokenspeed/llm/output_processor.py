@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine updates become text: detokenizing, stop strings, log-probability entries, counts.
+
+A stream merges the n sequences of one request; what a slow consumer has not taken yet is merged into one output. Knows
+no socket and no wire dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tokenspeed.core.errors import TokenSpeedError
+from tokenspeed.core.request import FinishReason, SamplingParams, SequenceUpdate
+from tokenspeed.llm.detokenizer import IncrementalDetokenizer
+from tokenspeed.llm.input_processor import ProcessedRequest
+from tokenspeed.llm.logprobs import LogprobLedger, logprob_entry
+from tokenspeed.llm.outputs import CompletionOutput, LogprobEntry, RequestOutput, RequestTimes
+from tokenspeed.llm.stop import StopScanner
+from tokenspeed.llm.tokenizer import Tokenizer
+
+
+class SequenceText:
+    """One sequence on its way from token ids to text. `take` hands out what is new since it was last called."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams, eos_ids: frozenset[int]) -> None:
+        self.finish_reason: FinishReason | None = None
+        self._index = index
+        self._params = params
+        self._eos_ids = eos_ids
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._scanner = StopScanner(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._ledger: LogprobLedger | None = None
+        if params.logprobs is not None:
+            self._ledger = LogprobLedger(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._stop_reason: str | int | None = None
+        self._error: str | None = None
+        self._num_tokens = 0
+        self._num_chars = 0
+        self._new_text: list[str] = []
+        self._new_ids: list[int] = []
+        self._new_logprobs: list[LogprobEntry] = []
+        self._changed = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens that count, an end token included."""
+        return self._num_tokens
+
+    def push(self, update: SequenceUpdate) -> bool:
+        """Take one update. True when a stop string ended the sequence here, before the engine knows of it."""
+        assert self.finish_reason is None, f"an update after the end: {update.request_id}"
+        self._changed = True
+        for position, token_id in enumerate(update.token_ids):
+            self._num_tokens += 1
+            self._new_ids.append(token_id)
+            if position == len(update.token_ids) - 1 and self._is_silent_end(update.end_token_id):
+                break  # counted, not rendered
+            if self._push_token(token_id, update, position):
+                return True
+        if update.finish_reason is not None:
+            self._finish(update)
+        return False
+
+    def take(self) -> CompletionOutput | None:
+        """What is new, merged; None when nothing is."""
+        if not self._changed:
+            return None
+        output = CompletionOutput(
+            index=self._index,
+            text="".join(self._new_text),
+            token_ids=tuple(self._new_ids),
+            num_tokens=self._num_tokens,
+            logprobs=None if self._ledger is None else tuple(self._new_logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            error=self._error,
+        )
+        self._new_text, self._new_ids, self._new_logprobs = [], [], []
+        self._changed = False
+        return output
+
+    def _is_silent_end(self, end_token_id: int | None) -> bool:
+        """End tokens are not rendered, except a stop token that the caller wants to see."""
+        if end_token_id is None:
+            return False
+        return end_token_id in self._eos_ids or not self._params.include_stop_str_in_output
+
+    def _push_token(self, token_id: int, update: SequenceUpdate, position: int) -> bool:
+        text = self._detokenizer.push((token_id,))
+        if self._ledger is not None:
+            assert update.logprobs is not None, f"{update.request_id}: log-probs were asked for and did not come"
+            self._ledger.add(update.logprobs[position], text)
+        return self._scan(text)
+
+    def _scan(self, text: str) -> bool:
+        """Hand out the text that can be no part of a stop string. True when one is complete. Text of the first
+        min_tokens tokens is not searched."""
+        matched = None
+        if self._scanner is not None and self._num_tokens > self._params.min_tokens:
+            text, matched = self._scanner.feed(text)
+        if matched is None:
+            self._emit(text)
+            return False
+        self.finish_reason = FinishReason.STOP
+        self._stop_reason = matched
+        self._emit(text, ended=True)
+        return True
+
+    def _finish(self, update: SequenceUpdate) -> None:
+        rest = self._detokenizer.finish()
+        if self._ledger is not None:
+            self._ledger.finish(rest)
+        if self._scan(rest):
+            return
+        if self._scanner is not None:
+            self._emit(self._scanner.flush())
+        self._emit("", ended=True)
+        self.finish_reason = update.finish_reason
+        self._error = update.error
+        end = update.end_token_id
+        self._stop_reason = None if end is None or end in self._eos_ids else end
+
+    def _emit(self, text: str, *, ended: bool = False) -> None:
+        self._num_chars += len(text)
+        if text:
+            self._new_text.append(text)
+        if self._ledger is not None:
+            entries = self._ledger.cut(self._num_chars) if ended else self._ledger.take(self._num_chars)
+            self._new_logprobs.extend(entries)
+
+
+class RequestStream:
+    """The outputs of one request, as an asynchronous iterator; the engine client pushes into it.
+
+    finish(sequence id, keep_tokens) is called when a stop string was found; cancel(sequence id) for each sequence that
+    still runs when the stream is closed. Closing is idempotent and never waits.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        request: ProcessedRequest,
+        tokenizer: Tokenizer,
+        *,
+        finish: Callable[[str, int], None],
+        cancel: Callable[[str], None],
+        arrived: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self._request = request
+        self._tokenizer = tokenizer
+        self._finish = finish
+        self._cancel = cancel
+        self._sequences = {
+            sequence.request_id: SequenceText(index, tokenizer, request.params, request.eos_ids)
+            for index, sequence in enumerate(request.sequences)
+        }
+        self._first_id = request.sequences[0].request_id
+        self._cached_len = 0
+        self._prompt_logprobs: tuple[LogprobEntry | None, ...] | None = None
+        self._arrived = time.monotonic() if arrived is None else arrived
+        self._first_token: float | None = None
+        self._finished: float | None = None
+        self._error: TokenSpeedError | None = None
+        self._news = asyncio.Event()
+        self._ended = False
+
+    def push(self, update: SequenceUpdate) -> None:
+        """Take one update of one of the sequences."""
+        if update.token_ids and self._first_token is None:
+            self._first_token = time.monotonic()
+        if update.request_id == self._first_id:
+            self._cached_len = max(self._cached_len, update.cached_len)
+            if update.prompt_logprobs is not None:
+                self._prompt_logprobs = tuple(
+                    None if entry is None else logprob_entry(self._tokenizer, entry) for entry in update.prompt_logprobs
+                )
+        sequence = self._sequences[update.request_id]
+        if sequence.push(update):
+            self._finish(update.request_id, sequence.num_tokens)
+        if all(each.finish_reason is not None for each in self._sequences.values()):
+            self._finished = time.monotonic()
+        self._news.set()
+
+    def fail(self, error: TokenSpeedError) -> None:
+        """No more will come: the consumer gets the error after what has come already."""
+        self._error = error
+        self._news.set()
+
+    def close(self) -> None:
+        """Cancel whatever still runs. Nothing more comes out of the stream."""
+        self._ended = True
+        for sequence_id, sequence in self._sequences.items():
+            if sequence.finish_reason is None:
+                self._cancel(sequence_id)
+        self._news.set()
+
+    async def aclose(self) -> None:
+        """As close; for contextlib.aclosing."""
+        self.close()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The next output, merged with all that came since the last. Raises what `fail` was given."""
+        while not self._ended:
+            output = self._take()
+            if output is not None:
+                self._ended = output.finished
+                return output
+            if self._error is not None:
+                self._ended = True
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        raise StopAsyncIteration
+
+    def _take(self) -> RequestOutput | None:
+        outputs = tuple(output for each in self._sequences.values() if (output := each.take()) is not None)
+        if not outputs:
+            return None
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=self._request.prompt_token_ids,
+            outputs=outputs,
+            cached_len=self._cached_len,
+            finished=self._finished is not None,
+            times=RequestTimes(self._arrived, self._first_token, self._finished),
+            prompt_logprobs=prompt_logprobs,
+        )

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP application: routes, keys, limits, health. Each endpoint is a codec around the same pipeline.
+
+Knows the engine only as a ServedLLM. Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tokenspeed import __version__
+from tokenspeed.core.config import ServerConfig
+from tokenspeed.observability.metrics import CONTENT_TYPE, Metrics, PoolSize
+from tokenspeed.server import openai_chat, openai_completions, tokens
+from tokenspeed.server.connection import read_struct, while_connected
+from tokenspeed.server.errors import HttpError, failure_of
+from tokenspeed.server.generation import Job, new_id
+from tokenspeed.server.sampling import SamplingFields, request_priority
+from tokenspeed.server.served import Patience, Served, ServedLLM
+from tokenspeed.server.sse import EventStream
+
+Endpoint = Callable[[Served, Request], Awaitable[Response]]
+
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version"})
+_CLIENT_GONE = 499
+_log = logging.getLogger(__name__)
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as /v1/models lists it."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "tokenspeed"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of /v1/models."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
+def create_app(llm: ServedLLM, config: ServerConfig, *, patience: Patience | None = None) -> Starlette:
+    """The ASGI application that serves `llm`."""
+    name = served_name(llm)
+    pool = PoolSize(llm.info.num_kv_blocks, llm.info.block_size)
+    metrics = Metrics(name, pool, lambda: llm.stats)
+    served = Served(llm, config, name, metrics, int(time.time()), patience or Patience())
+    middleware = [Middleware(_KeyCheck, api_key=config.api_key)] if config.api_key else []
+    if config.cors_origins:
+        origins = list(config.cors_origins)
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        middleware.insert(0, cors)
+    return Starlette(routes=_routes(served), middleware=middleware, exception_handlers={HTTPException: _http_exception})
+
+
+def served_name(llm: ServedLLM) -> str:
+    """What the model is called on the wire."""
+    model = llm.config.model
+    return model.served_name or model.model
+
+
+def _routes(served: Served) -> list[Route]:
+    table: list[tuple[str, str, Endpoint]] = [
+        ("POST", "/v1/chat/completions", _chat_completions),
+        ("POST", "/v1/completions", _completions),
+        ("GET", "/v1/models", _models),
+        ("GET", "/v1/models/{model:path}", _model),
+        ("POST", "/tokenize", _tokenize),
+        ("POST", "/detokenize", _detokenize),
+        ("GET", "/health", _health),
+        ("GET", "/ready", _ready),
+        ("GET", "/ping", _empty),
+        ("GET", "/", _empty),
+        ("GET", "/metrics", _metrics),
+        ("GET", "/version", _version),
+    ]
+    return [Route(path, _endpoint(served, handler), methods=[method]) for method, path, handler in table]
+
+
+def _endpoint(served: Served, handler: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """`handler` with its exceptions turned into answers."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(served, request)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)
+        except Exception as error:  # noqa: BLE001 - whatever happens, the client gets an answer
+            failure = failure_of(error)
+            if failure.is_bug:
+                _log.exception("%s %s failed", request.method, request.url.path)
+            return failure.response()
+
+    return endpoint
+
+
+async def _chat_completions(served: Served, request: Request) -> Response:
+    body = await read_struct(request, openai_chat.ChatBody, served.config.body_bytes_max)
+    headers = _model_headers(served, body)
+    conversation = openai_chat.read_conversation(body, served.llm)
+    job = Job(
+        new_id("chatcmpl"), [conversation.prompt()], conversation.params, "messages", priority=conversation.priority
+    )
+    headers["x-request-id"] = job.request_id
+    if body.stream:
+        return EventStream(openai_chat.chunk_frames(served, job, body), served.patience.ping_s, headers)
+    answer = await while_connected(request.receive, openai_chat.whole_answer(served, job, body))
+    return _json(answer, headers)
+
+
+async def _completions(served: Served, request: Request) -> Response:
+    body = await read_struct(request, openai_completions.CompletionBody, served.config.body_bytes_max)
+    headers = _model_headers(served, body)
+    prompts = openai_completions.read_prompts(body)
+    params = openai_completions.read_params(body, served.llm)
+    job = Job(new_id("cmpl"), prompts, params, "prompt", priority=request_priority(body))
+    headers["x-request-id"] = job.request_id
+    if body.stream:
+        return EventStream(openai_completions.chunk_frames(served, job, body), served.patience.ping_s, headers)
+    answer = await while_connected(request.receive, openai_completions.whole_answer(served, job, body))
+    return _json(answer, headers)
+
+
+async def _models(served: Served, _: Request) -> Response:
+    return _json(ModelList(data=[_card(served)]))
+
+
+async def _model(served: Served, request: Request) -> Response:
+    name = request.path_params["model"]
+    if name != served.model_name:
+        raise _unknown_model(served, name)
+    return _json(_card(served))
+
+
+async def _tokenize(served: Served, request: Request) -> Response:
+    body = await read_struct(request, tokens.TokenizeBody, served.config.body_bytes_max)
+    return _json(await tokens.tokenize(served, body))
+
+
+async def _detokenize(served: Served, request: Request) -> Response:
+    body = await read_struct(request, tokens.DetokenizeBody, served.config.body_bytes_max)
+    return _json(await tokens.detokenize(served, body))
+
+
+async def _health(served: Served, _: Request) -> Response:
+    problem = health_problem(served)
+    return Response("" if problem is None else problem, 200 if problem is None else 503, media_type="text/plain")
+
+
+async def _ready(served: Served, _: Request) -> Response:
+    problem = health_problem(served)
+    if problem is None and served.llm.stats.num_waiting >= served.llm.config.scheduler.max_num_waiting:
+        problem = "the waiting queue is full"
+    return Response("" if problem is None else problem, 200 if problem is None else 503, media_type="text/plain")
+
+
+async def _empty(_: Served, __: Request) -> Response:
+    return Response()
+
+
+async def _metrics(served: Served, _: Request) -> Response:
+    return Response(served.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+async def _version(_: Served, __: Request) -> Response:
+    return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
+
+
+def health_problem(served: Served) -> str | None:
+    """Why the engine cannot serve; None when it can."""
+    llm = served.llm
+    if not llm.is_alive:
+        return "the engine has stopped"
+    has_work = llm.stats.num_running + llm.stats.num_waiting > 0
+    silent_s = time.monotonic() - llm.last_progress_s
+    if has_work and silent_s > served.patience.stall_s:
+        return f"the engine has work and made no progress for {silent_s:.0f} s"
+    return None
+
+
+def _model_headers(served: Served, body: SamplingFields) -> dict[str, str]:
+    """Headers that say so when the body names a model that is not the one served."""
+    asked = body.model
+    if not asked or asked == served.model_name:
+        return {}
+    if served.config.strict_model_name:
+        raise _unknown_model(served, asked)
+    shown = asked.encode("ascii", "replace").decode()[:128]
+    printable = "".join(character if character.isprintable() else "?" for character in shown)
+    return {"x-tokenspeed-warning": f"model '{printable}' is not served here; '{served.model_name}' answered"}
+
+
+def _unknown_model(served: Served, asked: str) -> HttpError:
+    message = f"the model {asked!r} does not exist; this server has {served.model_name!r}"
+    return HttpError(404, message, code="model_not_found", param="model")
+
+
+def _card(served: Served) -> ModelCard:
+    return ModelCard(
+        id=served.model_name,
+        created=served.created,
+        root=served.llm.config.model.model,
+        max_model_len=served.llm.info.max_model_len,
+    )
+
+
+def _json(answer: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """What the router itself refuses, in the shape of every other error."""
+    assert isinstance(error, HTTPException), error
+    path = request.url.path
+    message = f"{request.method} {path} is not available: no such path" if error.status_code == 404 else (
+        f"{request.method} {path} is not available: {error.detail}"
+    )  # fmt: skip
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    response = failure_of(HttpError(error.status_code, message, code=code)).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+class _KeyCheck:
+    """Asks for the API key on every path but those that probes and scrapers read."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app, self._expected = app, f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401."""
+        is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS
+        given = dict(scope.get("headers", [])).get(b"authorization", b"")
+        if is_open or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+            return
+        message = "the API key is missing or wrong; send `Authorization: Bearer KEY`"
+        await failure_of(HttpError(401, message, code="invalid_api_key")).response()(scope, receive, send)

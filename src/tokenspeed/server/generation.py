@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one HTTP request's prompts through the engine, with its times, metrics and log line. Knows no dialect."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tokenspeed.core.errors import CapacityExceededError, ContextLengthError, OverloadedError, RequestError
+from tokenspeed.core.request import FinishReason, SamplingParams
+from tokenspeed.llm.input_processor import Prompt
+from tokenspeed.llm.outputs import CompletionOutput, LogprobEntry, RequestOutput
+from tokenspeed.observability.logging import RequestSummary
+from tokenspeed.server.connection import merged
+from tokenspeed.server.errors import GenerationError
+from tokenspeed.server.served import Served
+
+_log = logging.getLogger(__name__)
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Part of Usage."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts as the OpenAI dialects report them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one HTTP request asks of the engine. param: the field that holds the prompt, for error messages."""
+
+    request_id: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    param: str
+    priority: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """n completions of each prompt."""
+        return len(self.prompts) * self.params.n
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one HTTP request as they grow."""
+
+    num_prompt: dict[int, int] = field(default_factory=dict)
+    num_cached: dict[int, int] = field(default_factory=dict)
+    num_generated: dict[int, int] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+
+    def usage(self) -> Usage:
+        """The sums."""
+        num_prompt, num_generated = sum(self.num_prompt.values()), sum(self.num_generated.values())
+        cached = PromptTokensDetails(sum(self.num_cached.values()))
+        return Usage(num_prompt, num_generated, num_prompt + num_generated, cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of one prompt: its output, and the place of each completion among all choices of the HTTP request."""
+
+    prompt_index: int
+    output: RequestOutput
+    choices: tuple[tuple[int, CompletionOutput], ...]
+
+
+@dataclass(slots=True)
+class Choice:
+    """A completion put together from its pieces."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+def new_id(prefix: str) -> str:
+    """A fresh id of the kind that the OpenAI API gives."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+async def pieces(served: Served, job: Job, tally: Tally) -> AsyncGenerator[Piece, None]:
+    """News of all prompts as it comes; `tally` is kept up to date. Closing it cancels what still runs.
+
+    Raises RequestError, OverloadedError, EngineDeadError, and GenerationError for a completion that broke off.
+    """
+    watch = _Watch(served, job, tally)
+    sources = [
+        served.llm.generate(prompt, job.params, request_id=_part_id(job, index), priority=job.priority)
+        for index, prompt in enumerate(job.prompts)
+    ]
+    try:
+        async with aclosing(merged(sources)) as outputs:
+            async for prompt_index, output in outputs:
+                watch.saw(prompt_index, output)
+                yield _piece(job, prompt_index, output)
+        if len(tally.finished) < job.num_choices:
+            raise GenerationError("the engine ended the request before it was finished")
+    except (ContextLengthError, CapacityExceededError) as error:
+        error.param = job.param
+        watch.refused(error)
+        raise
+    except (RequestError, OverloadedError) as error:
+        watch.refused(error)
+        raise
+    finally:
+        watch.end()
+
+
+async def whole(served: Served, job: Job, tally: Tally) -> tuple[list[Choice], list[RequestOutput | None]]:
+    """All choices in order, and the first output of each prompt (which holds prompt ids and log-probabilities)."""
+    choices = [Choice() for _ in range(job.num_choices)]
+    firsts: list[RequestOutput | None] = [None] * len(job.prompts)
+    async with aclosing(pieces(served, job, tally)) as news:
+        async for piece in news:
+            firsts[piece.prompt_index] = firsts[piece.prompt_index] or piece.output
+            for index, completion in piece.choices:
+                choice = choices[index]
+                choice.text += completion.text
+                choice.token_ids += completion.token_ids
+                choice.logprobs += completion.logprobs or ()
+                if completion.finish_reason is not None:
+                    choice.finish_reason = finish_text(completion.finish_reason)
+                    choice.stop_reason = completion.stop_reason
+    return choices, firsts
+
+
+def finish_text(reason: FinishReason) -> str:
+    """As the wire says it."""
+    return {FinishReason.CANCELLED: "abort"}.get(reason, reason.value)
+
+
+def _part_id(job: Job, index: int) -> str:
+    return job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
+
+
+def _piece(job: Job, prompt_index: int, output: RequestOutput) -> Piece:
+    for completion in output.outputs:
+        if completion.finish_reason is FinishReason.ERROR:
+            raise GenerationError(completion.error or "the model computed no valid next token; this request ends here")
+    base = prompt_index * job.params.n
+    return Piece(prompt_index, output, tuple((base + completion.index, completion) for completion in output.outputs))
+
+
+class _Watch:
+    """Times of one HTTP request: into the metrics as they happen, into one log line at the end."""
+
+    def __init__(self, served: Served, job: Job, tally: Tally) -> None:
+        self._metrics, self._job, self._tally = served.metrics, job, tally
+        self._arrived_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._last_token_s: dict[int, float] = {}
+        self._was_refused = False
+        served.metrics.observe_start(job.params.n, job.params.max_tokens)
+
+    def saw(self, prompt_index: int, output: RequestOutput) -> None:
+        """New tokens of a prompt."""
+        now, tally = time.monotonic(), self._tally
+        tally.num_prompt[prompt_index] = len(output.prompt_token_ids)
+        tally.num_cached[prompt_index] = output.cached_len
+        for completion in output.outputs:
+            choice = prompt_index * self._job.params.n + completion.index
+            num_new = completion.num_tokens - tally.num_generated.get(choice, 0)
+            if completion.finish_reason is not None:
+                tally.finished[choice] = finish_text(completion.finish_reason)
+            if num_new <= 0:
+                continue
+            tally.num_generated[choice] = completion.num_tokens
+            if choice in self._last_token_s:
+                self._metrics.observe_tokens(num_new, now - self._last_token_s[choice])
+            self._last_token_s[choice] = now
+            if self._first_token_s is None:
+                self._first_token_s = now
+                self._metrics.observe_first_token(now - self._arrived_s)
+
+    def refused(self, error: Exception) -> None:
+        """The request was turned away before it ran."""
+        self._was_refused = True
+        _log.info("%s refused: %s", self._job.request_id, error)
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        if self._was_refused:
+            return
+        now, job, tally = time.monotonic(), self._job, self._tally
+        first, last = self._first_token_s, max(self._last_token_s.values(), default=None)
+        reasons = tuple(tally.finished.get(choice, "abort") for choice in range(job.num_choices))
+        summary = RequestSummary(
+            request_id=job.request_id,
+            num_prompt=sum(tally.num_prompt.values()),
+            num_cached=sum(tally.num_cached.values()),
+            num_generated=sum(tally.num_generated.values()),
+            ttft_s=None if first is None else first - self._arrived_s,
+            decode_s=None if first is None or last is None else last - first,
+            total_s=now - self._arrived_s,
+            finish_reasons=reasons,
+        )
+        self._metrics.observe_end(summary)
+        _log.info("%s", summary.line())

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI chat dialect: body → neutral conversation, outputs → answer or chunks. Knows no other dialect."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from tokenspeed.core.errors import InvalidRequestError
+from tokenspeed.core.request import SamplingParams
+from tokenspeed.llm.outputs import CompletionOutput
+from tokenspeed.server.chat import ROLES, Conversation, Message, ToolCall
+from tokenspeed.server.generation import Choice, Job, Tally, Usage, finish_text, pieces, whole
+from tokenspeed.server.openai_logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
+from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params
+from tokenspeed.server.served import Served, ServedLLM
+from tokenspeed.server.sse import DONE, data_frame
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    """Name and arguments of a call in the history."""
+
+    name: str
+    arguments: Any = ""
+
+
+class ToolCallField(msgspec.Struct):
+    """A call in the history."""
+
+    function: FunctionCall
+
+
+class MessageField(msgspec.Struct):
+    """One message of the body."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallField] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """response_format of the body."""
+
+    type: str
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    messages: list[MessageField]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: ResponseFormat | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    """The message of a choice."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class AnswerChoice(msgspec.Struct, frozen=True):
+    """A choice of a whole answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[AnswerChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the message."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    """A choice of a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk of a streamed answer."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+def read_conversation(body: ChatBody, llm: ServedLLM) -> Conversation:
+    """The neutral conversation. Raises InvalidRequestError that names the field."""
+    _refuse_what_needs_a_grammar(body)
+    if not body.messages:
+        raise InvalidRequestError("messages is empty; send at least one message", "messages")
+    return Conversation(
+        messages=tuple(_message(index, message) for index, message in enumerate(body.messages)),
+        tools=tuple(_tool(index, tool) for index, tool in enumerate(body.tools or [])),
+        params=_params(body, llm),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=_template_kwargs(body),
+        priority=request_priority(body),
+    )
+
+
+async def whole_answer(served: Served, job: Job, body: ChatBody) -> Answer:
+    """Runs `job` to its end."""
+    tally = Tally()
+    choices, firsts = await whole(served, job, tally)
+    answer = Answer(
+        id=job.request_id,
+        created=int(time.time()),
+        model=served.model_name,
+        choices=[_answer_choice(index, choice, body) for index, choice in enumerate(choices)],
+        usage=tally.usage(),
+    )
+    first = firsts[0]
+    if first is None or first.prompt_logprobs is None:
+        return answer
+    return msgspec.structs.replace(answer, prompt_logprobs=prompt_logprobs(first.prompt_logprobs))
+
+
+async def chunk_frames(served: Served, job: Job, body: ChatBody) -> AsyncGenerator[bytes, None]:
+    """The frames of a streamed answer: roles, deltas, finishes, usage when asked for, [DONE]."""
+    writer = _ChunkWriter(served, job, body)
+    has_begun = False
+    async with aclosing(pieces(served, job, writer.tally)) as news:
+        async for piece in news:
+            if not has_begun:
+                has_begun = True
+                for index in range(job.num_choices):
+                    yield writer.frame([ChunkChoice(index, Delta(role="assistant", content=""))])
+            for index, completion in piece.choices:
+                for choice in writer.choices(index, completion):
+                    yield writer.frame([choice])
+    if writer.wants_usage:
+        yield writer.usage_frame()
+    yield DONE
+
+
+class _ChunkWriter:
+    """Makes the chunks of one answer."""
+
+    def __init__(self, served: Served, job: Job, body: ChatBody) -> None:
+        options = body.stream_options
+        self.tally = Tally()
+        self.wants_usage = options is not None and bool(options.include_usage)
+        self._usage_in_each = options is not None and bool(options.continuous_usage_stats)
+        self._id, self._created, self._model = job.request_id, int(time.time()), served.model_name
+        self._num_top = body.top_logprobs or 0 if body.logprobs else None
+
+    def choices(self, index: int, completion: CompletionOutput) -> list[ChunkChoice]:
+        """What one output adds to one choice: a delta, an end, both or nothing."""
+        made = []
+        entries = completion.logprobs if self._num_top is not None else None
+        if completion.text or entries:
+            logprobs = None if self._num_top is None else chat_logprobs(entries or (), self._num_top)
+            made.append(ChunkChoice(index, Delta(content=completion.text), logprobs))
+        if completion.finish_reason is not None:
+            finish = finish_text(completion.finish_reason)
+            made.append(ChunkChoice(index, Delta(), None, finish, completion.stop_reason))
+        return made
+
+    def frame(self, choices: list[ChunkChoice]) -> bytes:
+        """One chunk."""
+        usage = self.tally.usage() if self._usage_in_each else None if self.wants_usage else msgspec.UNSET
+        return data_frame(self._chunk(choices, usage))
+
+    def usage_frame(self) -> bytes:
+        """The chunk without choices that carries the counts."""
+        return data_frame(self._chunk([], self.tally.usage()))
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | msgspec.UnsetType | None) -> Chunk:
+        return Chunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+
+def _answer_choice(index: int, choice: Choice, body: ChatBody) -> AnswerChoice:
+    logprobs = chat_logprobs(choice.logprobs, body.top_logprobs or 0) if body.logprobs else None
+    message = AnswerMessage("assistant", choice.text)
+    return AnswerChoice(index, message, logprobs, choice.finish_reason, choice.stop_reason)
+
+
+def _refuse_what_needs_a_grammar(body: ChatBody) -> None:
+    if body.response_format is not None and body.response_format.type != "text":
+        kind = body.response_format.type
+        raise InvalidRequestError(f"response_format {kind!r} is not supported yet; use 'text'", "response_format")
+    if body.tool_choice is not None and body.tool_choice not in ("auto", "none"):
+        raise InvalidRequestError("only tool_choice 'auto' and 'none' are supported yet", "tool_choice")
+    for name in ("functions", "function_call"):
+        if getattr(body, name):
+            raise InvalidRequestError(f"{name} is the old form and not supported; send tools", name)
+    if body.continue_final_message:
+        raise InvalidRequestError("continue_final_message is not supported; leave it out", "continue_final_message")
+
+
+def _message(index: int, message: MessageField) -> Message:
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"messages[{index}].role is {message.role!r}; use one of {', '.join(ROLES)}", f"messages[{index}].role"
+        )
+    return Message(
+        role=role,
+        text=_text(message.content, f"messages[{index}].content"),
+        name=message.name,
+        reasoning=message.reasoning_content or message.reasoning,
+        tool_calls=tuple(_tool_call(call) for call in message.tool_calls or ()),
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _text(content: str | list[ContentPart] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+            param = f"{where}[{index}].type"
+            raise InvalidRequestError(f"{param} is {part.type!r}; this model takes text parts only", param)
+    return "\n".join(part.text or "" for part in content)
+
+
+def _tool_call(call: ToolCallField) -> ToolCall:
+    arguments = call.function.arguments
+    as_text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return ToolCall(call.function.name, as_text)
+
+
+def _tool(index: int, tool: dict[str, Any]) -> dict[str, object]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        param = f"tools[{index}].function.name"
+        raise InvalidRequestError(f"{param} is missing; a tool is {{type, function: {{name, …}}}}", param)
+    return tool
+
+
+def _params(body: ChatBody, llm: ServedLLM) -> SamplingParams:
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError("prompt_logprobs is not available with stream: true", "prompt_logprobs")
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    logprobs = body.top_logprobs or 0 if body.logprobs else None
+    return sampling_params(body, llm, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+
+
+def _template_kwargs(body: ChatBody) -> dict[str, object]:
+    kwargs: dict[str, object] = {}
+    if body.reasoning_effort is not None:
+        kwargs["reasoning_effort"] = body.reasoning_effort
+        kwargs["enable_thinking"] = body.reasoning_effort != "none"
+    if body.enable_thinking is not None:
+        kwargs["enable_thinking"] = body.enable_thinking
+    return {**kwargs, **(body.chat_template_kwargs or {})}

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampling fields that the OpenAI dialects share: each is honoured or refused by name, never ignored.
+
+Defaults come from the model's generation_config.json. Knows no messages and no streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tokenspeed.core.errors import InvalidRequestError
+from tokenspeed.core.request import SamplingParams
+from tokenspeed.llm.sampling import checked, default_sampling
+from tokenspeed.server.served import ServedLLM
+
+# Fields that SamplingParams has under the same name and type.
+_PLAIN = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+
+# Constraints and decoding modes that this server does not offer, with the values that ask for nothing.
+_REFUSED: dict[str, tuple[object, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1.0,),
+    "xtc_probability": (0.0,),
+    "dry_multiplier": (0.0,),
+    "mirostat": (0, 0.0),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "grammar": (),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    """stream_options of a request."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields of a request body that the chat and the completions dialect share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    best_of: int | None = None
+
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    typical_p: Any = None
+    xtc_probability: Any = None
+    dry_multiplier: Any = None
+    mirostat: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+
+
+def sampling_params(
+    body: SamplingFields,
+    served: ServedLLM,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """The checked parameters, the model's own defaults in place of what was left out. Raises InvalidRequestError."""
+    _refuse_unsupported(body)
+    vocab_size = served.info.vocab_size
+    given: dict[str, Any] = {name: getattr(body, name) for name in _PLAIN if getattr(body, name) is not None}
+    params = SamplingParams(
+        **{
+            **default_sampling(served.source),
+            **given,
+            "logit_bias": _logit_bias(body.logit_bias or {}),
+            "stop": _stop(body.stop),
+            "stop_token_ids": tuple(body.stop_token_ids or ()),
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+        }
+    )
+    return checked(params, vocab_size)
+
+
+def request_priority(body: SamplingFields) -> int:
+    """The priority asked for, 0 when none was."""
+    priority = body.priority or 0
+    if not -(2**31) <= priority < 2**31:
+        raise InvalidRequestError(f"priority is {priority}; it must fit 32 bits", "priority")
+    return priority
+
+
+def token_ids(param: str, ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids, each checked against the vocabulary."""
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{param}[{index}]: token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})", param
+            )
+    return tuple(ids)
+
+
+def _refuse_unsupported(body: SamplingFields) -> None:
+    for name, neutral in _REFUSED.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            raise InvalidRequestError(f"{name} is not supported by this server; leave it out", name)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequestError("best_of is not supported; ask for n completions and choose yourself", "best_of")
+
+
+def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _logit_bias(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) < 12):
+            raise InvalidRequestError(f"logit_bias: {key!r} is not a token id", "logit_bias")
+    return tuple((int(key), bias) for key, bias in biases.items())

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the endpoints need of a running model, and what they share. Knows no wire dialect."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenspeed.checkpoints import ModelSource
+from tokenspeed.core.config import EngineConfig, ServerConfig
+from tokenspeed.core.ipc import EngineInfo, EngineStats
+from tokenspeed.core.request import SamplingParams
+from tokenspeed.llm.input_processor import Prompt, TextCodec
+from tokenspeed.llm.outputs import RequestOutput
+from tokenspeed.observability.metrics import Metrics
+
+
+class PromptEncoder(Protocol):
+    """Prompts to ids."""
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Raises InvalidRequestError."""
+        ...
+
+
+class ServedLLM(Protocol):
+    """A running model, as llm.AsyncLLM is one. last_progress_s: monotonic time of the engine's last sign of life."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def tokenizer(self) -> TextCodec: ...
+
+    @property
+    def input_processor(self) -> PromptEncoder: ...
+
+    @property
+    def source(self) -> ModelSource: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def last_progress_s(self) -> float: ...
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs as they come; closing the generator cancels the request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """ping_s: a stream silent for so long sends a comment. stall_s: an engine with work and without progress for so
+    long is unhealthy."""
+
+    ping_s: float = 5.0
+    stall_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One served model and how it is served. created: Unix time at which serving began."""
+
+    llm: ServedLLM
+    config: ServerConfig
+    model_name: str
+    metrics: Metrics
+    created: int
+    patience: Patience = Patience()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events: an answer that is an error as long as nothing was sent, and an error frame afterwards.
+
+Knows frames, pings and disconnects; knows no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tokenspeed.server.connection import while_connected
+from tokenspeed.server.errors import Failure, failure_of
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+_encoder = msgspec.json.Encoder()
+_log = logging.getLogger(__name__)
+
+
+def data_frame(message: msgspec.Struct) -> bytes:
+    """`message` as one event without a name."""
+    return b"data: " + _encoder.encode(message) + b"\n\n"
+
+
+def error_frame(failure: Failure) -> bytes:
+    """The event that ends a broken stream."""
+    return data_frame(failure.body)
+
+
+class EventStream(Response):
+    """Sends `frames` as they come.
+
+    An exception before the first byte becomes an ordinary error answer; a later one an error frame, after which
+    nothing follows. A stream silent for ping_s sends a comment. When the client leaves, `frames` is closed at once.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        ping_s: float,
+        headers: Mapping[str, str],
+        frame_of_failure: Callable[[Failure], bytes] = error_frame,
+    ) -> None:
+        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._frames, self._ping_s, self._frame_of_failure = frames, ping_s, frame_of_failure
+        self._started = False
+        self._last_sent_s = time.monotonic()
+        self._sending = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application of this one answer."""
+        try:
+            await while_connected(receive, self._answer(scope, receive, send))
+        except ClientDisconnect:
+            _log.debug("client left a stream")
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pinger = asyncio.ensure_future(self._ping(send))
+        try:
+            async with aclosing(self._frames) as frames:
+                async for frame in frames:
+                    await self._send(send, frame)
+        except Exception as error:  # noqa: BLE001 - whatever happens, the client is told
+            failure = failure_of(error)
+            if failure.is_bug:
+                _log.exception("request failed")
+            pinger.cancel()
+            if not self._started:
+                await failure.response()(scope, receive, send)
+                return
+            await self._send(send, self._frame_of_failure(failure))
+        finally:
+            pinger.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, frame: bytes) -> None:
+        async with self._sending:
+            if not self._started:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._started = True
+            self._last_sent_s = time.monotonic()
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            wait_s = self._last_sent_s + self._ping_s - time.monotonic()
+            if wait_s <= 0.0:
+                await self._send(send, PING)
+            else:
+                await asyncio.sleep(wait_s)

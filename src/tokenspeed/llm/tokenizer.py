@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back, once, in the API process.
+
+Decoding is defined through bytes: a text is the bytes of its tokens, read as UTF-8 with U+FFFD for what is not. Nothing
+is cleaned up, so that the one-shot and the incremental decode can never differ. Knows no chat, no model and no request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from tokenspeed.checkpoints import GgufVocabulary, TokenizerFile, TokenizerSource
+from tokenspeed.core.errors import TokenizerError
+from tokenspeed.llm.gguf_tokenizer import build_gguf
+from tokenspeed.llm.tokenizer_file import build_file
+from tokenspeed.llm.vocabulary import Vocabulary
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Tokenizer:
+    """Immutable once built; every method may be called from several threads at once."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._bytes: dict[int, bytes] = {}
+        self.vocab_size = vocabulary.size
+        self.bos_id = vocabulary.bos_id
+        self.eos_id = vocabulary.eos_id
+        self.strips_space = vocabulary.strips_space
+
+    @classmethod
+    def from_source(cls, source: TokenizerSource) -> Tokenizer:
+        """A tokenizer from a tokenizer.json or an embedded vocabulary. Raises TokenizerError."""
+        match source:
+            case TokenizerFile():
+                return cls(build_file(source))
+            case GgufVocabulary():
+                return cls(build_gguf(source))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of `text`.
+
+        add_special_tokens: surround it as the vocabulary says (BOS, EOS); a text that already begins with BOS gets no
+        second one. A rendered chat template brings its own, so encode that with False.
+        parse_special: the text of a control token becomes that token; with False it is ordinary text, for data.
+        """
+        vocabulary = self._vocabulary
+        engine = vocabulary.engine if parse_special else vocabulary.plain
+        ids: list[int] = engine.encode(_without_surrogates(text), add_special_tokens=False).ids
+        if not add_special_tokens:
+            return ids
+        prefix, suffix = list(vocabulary.prefix_ids), list(vocabulary.suffix_ids)
+        if prefix and ids[: len(prefix)] == prefix:
+            prefix = []
+        return prefix + ids + suffix
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True, from_start: bool = True) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD.
+
+        from_start: these are the tokens of a whole text, so the space that an SPM vocabulary put before it is dropped.
+        Text that a model generates continues a prompt: there it is False.
+        """
+        data = b"".join([self.token_bytes(i) for i in ids if not (skip_special_tokens and self.is_special(i))])
+        if from_start and self.strips_space and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of a token, the text of an added one; empty for an id that only pads the vocabulary."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._spell(token_id)
+        return data
+
+    def token_text(self, token_id: int) -> str:
+        """The bytes of a token as text; U+FFFD where the token alone is not valid UTF-8."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether skip_special_tokens leaves this token out."""
+        return token_id in self._vocabulary.special_ids
+
+    def _spell(self, token_id: int) -> bytes:
+        vocabulary = self._vocabulary
+        literal = vocabulary.literals.get(token_id)
+        if literal is not None:
+            return literal.replace("▁", " ").encode() if self._is_spm_text(token_id) else literal.encode()
+        token = vocabulary.token(token_id) if 0 <= token_id < vocabulary.size else None
+        if token is None:
+            return b""
+        if vocabulary.spelling == "byte_level":
+            return _from_byte_level(token)
+        byte = _BYTE_TOKEN.match(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+
+    def _is_spm_text(self, token_id: int) -> bool:
+        return self._vocabulary.spelling == "spm" and not self.is_special(token_id)
+
+
+def require_tokenizer(source: TokenizerSource | None, name: str) -> Tokenizer:
+    """The tokenizer of a model; TokenizerError when the model has none."""
+    if source is None:
+        raise TokenizerError(f"{name} has no tokenizer; put its tokenizer.json beside the weights")
+    return Tokenizer.from_source(source)
+
+
+def _without_surrogates(text: str) -> str:
+    """Text that can be written as UTF-8: a lone surrogate, which JSON can smuggle in, becomes U+FFFD."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a printable character: itself where it has one, else from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + rank): byte for rank, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _from_byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()

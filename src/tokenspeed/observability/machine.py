@@ -8,15 +8,12 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-_ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile")
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """cpu: its name. isa: vector instruction sets that kernels ask for. Memory in bytes, None when unknown."""
+    """cpu: its name. Memory in bytes, None when unknown."""
 
     cpu: str
-    isa: tuple[str, ...]
     num_cores: int
     num_cores_allowed: int
     memory_total: int | None
@@ -28,10 +25,8 @@ def describe_machine(proc: Path = Path("/proc")) -> Machine:
     """What /proc and the interpreter know."""
     cpu = _fields(proc / "cpuinfo")
     memory = _fields(proc / "meminfo")
-    flags = set(cpu.get("flags", "").split())
     return Machine(
         cpu=cpu.get("model name") or platform.processor() or platform.machine(),
-        isa=tuple(flag for flag in _ISA_FLAGS if flag in flags),
         num_cores=os.cpu_count() or 1,
         num_cores_allowed=len(os.sched_getaffinity(0)),
         memory_total=_bytes(memory.get("MemTotal")),

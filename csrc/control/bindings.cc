@@ -1,3 +1,173 @@
 // SPDX-License-Identifier: Apache-2.0
+// Carries calls and arrays between Python and the scheduler. Decides nothing.
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include <nanobind/nanobind.h>
-NB_MODULE(_control, module) { module.doc() = "control"; }
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "check.h"
+#include "event.h"
+#include "plan.h"
+#include "scheduler.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tokenspeed::control {
+namespace {
+
+using Int32Input = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::span<const std::int32_t> span_of(const Int32Input& array) { return {array.data(), array.size()}; }
+
+template <std::size_t Width>
+nb::object view(FlatBuffer<Width>& buffer, nb::handle owner) {
+  if constexpr (Width == 1) {
+    return nb::cast(nb::ndarray<nb::numpy, std::int32_t>(buffer.data(), {buffer.num_rows()}, owner));
+  } else {
+    return nb::cast(nb::ndarray<nb::numpy, std::int32_t>(buffer.data(), {buffer.num_rows(), Width}, owner));
+  }
+}
+
+nb::tuple plan_tuple(StepPlan& plan, nb::handle owner) {
+  return nb::make_tuple(plan.step_id.value(), view(plan.rows, owner), view(plan.token_ids, owner),
+                        view(plan.seated, owner), view(plan.page_delta, owner), view(plan.zero, owner),
+                        view(plan.copy, owner), view(plan.load, owner), view(plan.store, owner));
+}
+
+nb::object next_plan(nb::handle_t<Scheduler> self) {
+  auto& scheduler = nb::cast<Scheduler&>(self);
+  StepPlan* plan = nullptr;
+  {
+    const nb::gil_scoped_release release;
+    plan = scheduler.next_plan();
+  }
+  return plan == nullptr ? nb::none() : nb::object(plan_tuple(*plan, self));
+}
+
+void advance(Scheduler& scheduler, std::int64_t step_id, const Int32Input& accepted_offsets,
+             const Int32Input& token_ids, const Int32Input& row_faults, bool fault) {
+  const StepResult result{.step_id = StepId(step_id),
+                          .accepted_offsets = span_of(accepted_offsets),
+                          .token_ids = span_of(token_ids),
+                          .row_faults = span_of(row_faults),
+                          .fault = fault};
+  const nb::gil_scoped_release release;
+  scheduler.advance(result);
+}
+
+nb::list apply(Scheduler& scheduler) {
+  std::vector<Refusal> refusals;
+  {
+    const nb::gil_scoped_release release;
+    refusals = scheduler.apply();
+  }
+  nb::list rows;
+  for (const Refusal& refusal : refusals) {
+    rows.append(
+        nb::make_tuple(refusal.key.index, refusal.key.generation, refusal.needed.value(), refusal.capacity.value()));
+  }
+  return rows;
+}
+
+void submit(Scheduler& scheduler, std::int32_t index, std::int32_t generation, const Int32Input& token_ids,
+            std::int64_t max_new_tokens, std::int64_t min_new_tokens, const std::vector<std::int32_t>& end_token_ids,
+            std::int32_t priority, const std::string& name_space, std::optional<std::int64_t> match_limit) {
+  const std::span<const std::int32_t> tokens = span_of(token_ids);
+  Submit event;
+  event.key = RequestKey{.index = index, .generation = generation};
+  event.token_ids.assign(tokens.begin(), tokens.end());
+  event.max_new_tokens = Tokens(max_new_tokens);
+  event.min_new_tokens = Tokens(min_new_tokens);
+  event.end_token_ids = end_token_ids;
+  event.priority = priority;
+  event.name_space = name_space;
+  if (match_limit) {
+    event.match_limit = Tokens(*match_limit);
+  }
+  scheduler.enqueue(std::move(event));
+}
+
+// The arrays are copies: events are few and whoever takes them keeps them.
+nb::tuple take_events(Scheduler& scheduler) {
+  const SequenceEvents& events = scheduler.take_events();
+  const auto copy = [](const std::vector<std::int32_t>& values) {
+    auto* data = new std::vector<std::int32_t>(values);
+    nb::capsule owner(data, [](void* held) noexcept { delete static_cast<std::vector<std::int32_t>*>(held); });
+    return std::pair(data, owner);
+  };
+  const auto [rows, rows_owner] = copy(events.rows);
+  const auto [tokens, tokens_owner] = copy(events.token_ids);
+  return nb::make_tuple(nb::cast(nb::ndarray<nb::numpy, std::int32_t>(rows->data(), {rows->size() / 5, 5}, rows_owner)),
+                        nb::cast(nb::ndarray<nb::numpy, std::int32_t>(tokens->data(), {tokens->size()}, tokens_owner)));
+}
+
+nb::tuple stats(const Scheduler& scheduler) {
+  const Stats stats = scheduler.stats();
+  return nb::make_tuple(stats.num_running, stats.num_waiting, stats.num_held, stats.used_blocks, stats.cached_blocks,
+                        stats.total_blocks, stats.num_preemptions, stats.prefix_query_tokens, stats.prefix_hit_tokens,
+                        stats.prompt_tokens, stats.generated_tokens, stats.num_steps);
+}
+
+RequestKey key_of(std::int32_t index, std::int32_t generation) {
+  return RequestKey{.index = index, .generation = generation};
+}
+
+void bind(nb::module_& module) {
+  module.doc() = "The control plane's state machine.";
+  // Both an AssertionError (a bug, not a user's mistake) and a RuntimeError (survives `python -O` conventions).
+  const nb::tuple bases = nb::make_tuple(nb::handle(PyExc_AssertionError), nb::handle(PyExc_RuntimeError));
+  nb::exception<CheckFailure>(module, "CheckFailure", bases);
+
+  nb::class_<Scheduler>(module, "Scheduler")
+      .def(
+          "__init__",
+          [](Scheduler* self, std::int64_t num_blocks, std::int64_t block_size, std::int32_t max_num_seqs,
+             std::int64_t max_num_batched_tokens, std::int64_t max_model_len, std::int64_t ageing_steps,
+             bool prefix_caching) {
+            new (self) Scheduler(Config{.num_blocks = num_blocks,
+                                        .block_size = block_size,
+                                        .max_num_seqs = max_num_seqs,
+                                        .max_num_batched_tokens = max_num_batched_tokens,
+                                        .max_model_len = max_model_len,
+                                        .ageing_steps = ageing_steps,
+                                        .prefix_caching = prefix_caching});
+          },
+          nb::kw_only(), "num_blocks"_a, "block_size"_a, "max_num_seqs"_a, "max_num_batched_tokens"_a,
+          "max_model_len"_a, "ageing_steps"_a, "prefix_caching"_a)
+      .def("submit", &submit, "index"_a, "generation"_a, "token_ids"_a, "max_new_tokens"_a, "min_new_tokens"_a,
+           "end_token_ids"_a, "priority"_a, "namespace"_a, "match_limit"_a.none())
+      .def("cancel", [](Scheduler& self, std::int32_t index,
+                        std::int32_t generation) { self.enqueue(Cancel{.key = key_of(index, generation)}); })
+      .def("finish",
+           [](Scheduler& self, std::int32_t index, std::int32_t generation, std::int64_t keep_tokens) {
+             self.enqueue(Finish{.key = key_of(index, generation), .keep_tokens = Tokens(keep_tokens)});
+           })
+      .def("retain",
+           [](Scheduler& self, std::int32_t index, std::int32_t generation, std::int64_t deadline_ms) {
+             self.enqueue(Retain{.key = key_of(index, generation), .deadline_ms = deadline_ms});
+           })
+      .def("release", [](Scheduler& self, std::int32_t index,
+                         std::int32_t generation) { self.enqueue(Release{.key = key_of(index, generation)}); })
+      .def("tick", [](Scheduler& self, std::int64_t now_ms) { self.enqueue(Tick{.now_ms = now_ms}); })
+      .def("apply", &apply)
+      .def("next_plan", &next_plan)
+      .def("advance", &advance)
+      .def("take_events", &take_events)
+      .def("stats", &stats)
+      .def("has_work", &Scheduler::has_work);
+}
+
+}  // namespace
+}  // namespace tokenspeed::control
+
+NB_MODULE(_control, module) { tokenspeed::control::bind(module); }

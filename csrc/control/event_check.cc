@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "event_check.h"
+
+#include <map>
+#include <optional>
+#include <variant>
+
+#include "check.h"
+
+namespace tokenspeed::control {
+
+namespace {
+
+// An index is a place in a table, so a wild one must not make the table huge.
+constexpr std::int32_t kMaxRequestIndex = 1 << 20;
+constexpr std::int32_t kMaxPriority = 1 << 20;
+
+void check_spans(const Submit& submit) {
+  Tokens end;
+  for (const ContentSpan& span : submit.spans) {
+    TS_CHECK(span.start >= end && span.length >= Tokens(1), "request", submit.key, "span", span.start, span.length);
+    end = span.start + span.length;
+  }
+  TS_CHECK(end.value() <= static_cast<std::int64_t>(submit.token_ids.size()), "request", submit.key, "span end", end);
+}
+
+void check_submit(const Submit& submit) {
+  const RequestKey& key = submit.key;
+  TS_CHECK(!submit.token_ids.empty(), "request", key, "has no tokens");
+  TS_CHECK(submit.max_new_tokens >= Tokens(1), "request", key, "max_new_tokens", submit.max_new_tokens);
+  TS_CHECK(submit.min_new_tokens >= Tokens(0), "request", key, "min_new_tokens", submit.min_new_tokens);
+  TS_CHECK(submit.priority >= -kMaxPriority && submit.priority <= kMaxPriority, "request", key, submit.priority);
+  TS_CHECK(!submit.match_limit || *submit.match_limit >= Tokens(0), "request", key, *submit.match_limit);
+  TS_CHECK(!submit.deadline_ms || *submit.deadline_ms >= 0, "request", key, "deadline_ms", *submit.deadline_ms);
+  TS_CHECK(submit.draft_width == 0, "request", key, "draft_width", submit.draft_width, "is not supported");
+  TS_CHECK(submit.partition_hint.value_or(0) == 0, "request", key, "no such partition", *submit.partition_hint);
+  TS_CHECK(!submit.retain || submit.retain->ttl_ms >= 0, "request", key, "ttl_ms", submit.retain->ttl_ms);
+  check_spans(submit);
+}
+
+class BatchCheck {
+ public:
+  explicit BatchCheck(const EventContext& context) : context_(context), now_ms_(context.now_ms) {}
+
+  void operator()(const Submit& submit) {
+    const RequestKey key = submit.key;
+    TS_CHECK(key.index >= 0 && key.index < kMaxRequestIndex, "request", key);
+    TS_CHECK(key.generation > latest(key.index), "request", key, "latest generation", latest(key.index));
+    // An index that this very batch took is live, and so is one of a request that has not ended.
+    TS_CHECK(!batch_.contains(key.index) && !context_.is_live(key.index), "request", key, "index is in use");
+    check_submit(submit);
+    batch_.emplace(key.index, key.generation);
+  }
+
+  void operator()(const Cancel& cancel) const { check_known(cancel.key); }
+
+  void operator()(const Finish& finish) const {
+    check_known(finish.key);
+    const Tokens most = batch_.contains(finish.key.index) ? Tokens(0) : context_.num_generated(finish.key);
+    TS_CHECK(finish.keep_tokens >= Tokens(0) && finish.keep_tokens <= most, "request", finish.key, "keep_tokens",
+             finish.keep_tokens, "generated", most);
+  }
+
+  void operator()(const Retain& retain) const {
+    check_known(retain.key);
+    TS_CHECK(retain.deadline_ms >= 0, "request", retain.key, "deadline_ms", retain.deadline_ms);
+  }
+
+  void operator()(const Release& release) const { check_known(release.key); }
+
+  // An acknowledgement may come late, twice or for a lease that is unknown here; none of these is an error.
+  void operator()(const TransferDone&) const {}
+
+  void operator()(const Tick& tick) {
+    TS_CHECK(tick.now_ms >= now_ms_, "now_ms", tick.now_ms, "before", now_ms_);
+    now_ms_ = tick.now_ms;
+  }
+
+ private:
+  [[nodiscard]] std::int32_t latest(std::int32_t index) const {
+    const auto found = batch_.find(index);
+    return found != batch_.end() ? found->second : context_.generation(index);
+  }
+
+  // The request was submitted at some time; that it has ended meanwhile is an ordinary race.
+  void check_known(const RequestKey& key) const {
+    TS_CHECK(key.index >= 0 && key.index < kMaxRequestIndex && key.generation >= 0, "request", key);
+    TS_CHECK(key.generation <= latest(key.index), "request", key, "was never submitted; latest", latest(key.index));
+  }
+
+  const EventContext& context_;
+  std::map<std::int32_t, std::int32_t> batch_;
+  std::int64_t now_ms_;
+};
+
+}  // namespace
+
+void check_events(std::span<const Event> events, const EventContext& context) {
+  BatchCheck check(context);
+  for (const Event& event : events) {
+    std::visit(check, event);
+  }
+}
+
+}  // namespace tokenspeed::control

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Validation of a batch of events before any of them is applied.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "event.h"
+#include "types.h"
+
+namespace tokenspeed::control {
+
+// What validation may ask of the state before the batch.
+struct EventContext {
+  // The highest generation seen at an index, or -1.
+  std::function<std::int32_t(std::int32_t index)> generation;
+  // Whether a request lives at the index, and how many tokens it has generated.
+  std::function<bool(std::int32_t index)> is_live;
+  std::function<Tokens(RequestKey key)> num_generated;
+  std::int64_t now_ms = 0;
+};
+
+// Throws CheckFailure with the values of the first invalid event.
+void check_events(std::span<const Event> events, const EventContext& context);
+
+}  // namespace tokenspeed::control

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ from tokenspeed.core.errors import CapacityError, StartError
 from tokenspeed.core.ipc import EngineInfo, Progress, Shutdown, Start, StartFailed, ToEngine
 from tokenspeed.engine.channel import Channel, ChannelClosedError
 from tokenspeed.engine.step import EngineLoop
+from tokenspeed.observability.logging import ROOT, set_up_logging
 
 if TYPE_CHECKING:
     from tokenspeed.control import ControlPlane
@@ -44,14 +46,17 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(arguments.socket)
-    return serve(sock)
+    return serve(sock, owns_process=True)
 
 
-def serve(sock: socket.socket) -> int:
-    """Serve the peer of `sock` until it goes or says Shutdown. Returns the exit code."""
+def serve(sock: socket.socket, *, owns_process: bool = False) -> int:
+    """Serve the peer of `sock` until it goes or says Shutdown. Returns the exit code. owns_process: the log is ours to
+    set up."""
     channel = Channel(sock)
     try:
         config, early = _await_start(channel)
+        if owns_process:
+            _set_up_logging(config.debug)
         return _serve_config(config, channel, early)
     except ChannelClosedError:
         return 0
@@ -104,9 +109,10 @@ class _Engine:
 
 
 def _build_runner(config: EngineConfig, progress: Callable[[str, int, int, str], None]) -> ModelRunner:
+    source = open_model(config.model, progress)  # before execution is loaded, which takes seconds
+
     from tokenspeed.execution import ModelRunner
 
-    source = open_model(config.model, progress)
     return ModelRunner.create(config, source, progress)
 
 
@@ -182,6 +188,21 @@ def _complain(error: Exception, debug: bool) -> None:
     text = "".join(traceback.format_exception(error)) if debug else f"tokenspeed engine: {_one_line(error)}\n"
     sys.stderr.write(text)
     sys.stderr.flush()
+
+
+def _set_up_logging(debug: bool) -> None:
+    """The program's log; tracebacks are shortened to their last line unless debugging."""
+    set_up_logging(debug=debug)
+    if not debug:
+        for handler in logging.getLogger(ROOT).handlers:
+            handler.addFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    if record.exc_info and record.exc_info[1] is not None:
+        record.msg = f"{record.getMessage()}: {' '.join(str(record.exc_info[1]).split())}"
+        record.args, record.exc_info = None, None
+    return True
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

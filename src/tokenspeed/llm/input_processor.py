@@ -114,9 +114,12 @@ class InputProcessor:
             )
         if not prompt.messages:
             raise InvalidRequestError("messages is empty; it must hold at least one message", "messages")
-        return self._template.render(
-            prompt.messages, prompt.tools, prompt.add_generation_prompt, **prompt.template_kwargs
-        )
+        kwargs = dict(prompt.template_kwargs)
+        opens = bool(kwargs.pop("add_generation_prompt", prompt.add_generation_prompt))
+        for name in ("messages", "tools"):
+            if name in kwargs:
+                raise InvalidRequestError(f"chat_template_kwargs may not hold {name}; send it beside them", name)
+        return self._template.render(prompt.messages, prompt.tools, opens, **kwargs)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, each known to the model. Raises InvalidRequestError."""

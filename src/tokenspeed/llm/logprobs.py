@@ -96,20 +96,8 @@ class LogprobLedger:
 
     def _close_group(self, text: str) -> None:
         self._text_len += len(text)
-        entries, self._open = _matched(self._open, text), []
-        self._groups.append(_Group(entries, text, self._text_len))
-
-
-def _matched(entries: Sequence[LogprobEntry], text: str) -> tuple[LogprobEntry, ...]:
-    """The entries, without bytes that the text does not have in front (the space that opens a text)."""
-    raw = b"".join(entry.token.bytes for entry in entries)
-    surplus = len(raw) - len(text.encode())
-    if surplus <= 0 or not raw.endswith(text.encode()):
-        return tuple(entries)
-    first = entries[0]
-    if len(first.token.bytes) < surplus:
-        return tuple(entries)
-    return (_with_bytes(first, first.token.bytes[surplus:]), *entries[1:])
+        self._groups.append(_Group(tuple(self._open), text, self._text_len))
+        self._open.clear()
 
 
 def _trimmed(entries: Sequence[LogprobEntry], raw: bytes) -> list[LogprobEntry]:

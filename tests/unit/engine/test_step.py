@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop: order of calls, overlap, ends of every kind, log-probabilities, heartbeat."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import EOS, FakeControl, FakeMessages, FakeRunner
+
+from tokenspeed.core.ipc import Cancel, Finish, Shutdown, Submit, ToEngine, Updates
+from tokenspeed.core.request import (
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    SequenceUpdate,
+    pack_ids,
+    unpack_ids,
+)
+from tokenspeed.engine.step import EngineLoop
+
+
+def request(request_id: str, prompt: str = "hi", *, max_tokens: int = 4, **fields: object) -> Submit:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1, **fields)  # type: ignore[arg-type]
+    return Submit(
+        EngineRequest(
+            request_id=request_id, token_ids=pack_ids([*prompt.encode()]), sampling=sampling, end_token_ids=(EOS,)
+        )
+    )
+
+
+class Harness:
+    """A loop over fakes, and what it sent, by request."""
+
+    def __init__(self, *turns: list[ToEngine], depth: int = 1, runner: FakeRunner | None = None) -> None:
+        self.control = FakeControl()
+        self.runner = runner or FakeRunner()
+        self.messages = FakeMessages(list(turns))
+        self.faults: list[Exception] = []
+        self.loop = EngineLoop(
+            self.control, self.runner, self.messages, overlap_depth=depth, on_fault=self.faults.append
+        )
+
+    def settle(self) -> Harness:
+        """Turn until nothing is left to do."""
+        for _ in range(200):
+            if self.loop.turn(0.0) and not self.messages.turns:
+                return self
+        raise AssertionError("the loop does not settle")
+
+    def of(self, request_id: str) -> list[SequenceUpdate]:
+        sent = [message for message in self.messages.sent if isinstance(message, Updates)]
+        return [update for message in sent for update in message.updates if update.request_id == request_id]
+
+    def ids(self, request_id: str) -> list[int]:
+        return [token_id for update in self.of(request_id) for token_id in update.token_ids]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_both_depths_give_the_same_tokens(depth: int) -> None:
+    harness = Harness([request("a"), request("b", max_tokens=6)], depth=depth).settle()
+    assert harness.ids("a") == [*b"abcd"]
+    assert harness.ids("b") == [*b"abcdef"]
+    assert harness.of("a")[-1].finish_reason is FinishReason.LENGTH
+    assert harness.runner.max_in_flight == depth + 1
+    assert harness.runner.num_in_flight == 0
+
+
+def test_an_end_token_is_named_and_counted() -> None:
+    runner = FakeRunner(next_token=lambda seating, count: EOS if count == 2 else 65)
+    last = Harness([request("a", max_tokens=9)], runner=runner).settle().of("a")[-1]
+    assert (last.token_ids, last.end_token_id, last.finish_reason) == ((EOS,), EOS, FinishReason.STOP)
+
+
+def test_cancel_ends_a_request_and_frees_its_id() -> None:
+    harness = Harness([request("a", max_tokens=100)], [], [Cancel("a")]).settle()
+    assert harness.of("a")[-1].finish_reason is FinishReason.CANCELLED
+    assert harness.control.stats().num_running == 0
+    harness.messages.turns.append([request("a", max_tokens=2)])
+    assert harness.settle().of("a")[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_cancel_and_finish_cross_with_the_end() -> None:
+    """Unknown ids, second cancels and a cancel after finish are ignored."""
+    turns: list[list[ToEngine]] = [
+        [Cancel("nobody"), Finish("nobody", 1)],
+        [request("a", max_tokens=100)],
+        [Finish("a", 1), Cancel("a"), Finish("a", 1)],
+        [Cancel("a")],
+    ]
+    harness = Harness(*turns).settle()
+    ends = [update.finish_reason for update in harness.of("a") if update.finish_reason is not None]
+    assert ends == [FinishReason.STOP]
+    assert harness.of("a")[-1].end_token_id is None
+
+
+def test_keys_are_never_reused() -> None:
+    harness = Harness([request("a", max_tokens=1)]).settle()
+    harness.messages.turns.append([request("b", max_tokens=1)])
+    harness.settle()
+    first, second = harness.control.seen_keys
+    assert first.index == second.index and first.generation != second.generation
+
+
+def test_a_faulty_row_ends_its_request_only() -> None:
+    runner = FakeRunner(faulty=frozenset({"bad"}))
+    harness = Harness([request("bad"), request("good")], runner=runner).settle()
+    assert harness.of("bad")[-1].finish_reason is FinishReason.ERROR
+    assert "NaN" in (harness.of("bad")[-1].error or "")
+    assert harness.ids("good") == [*b"abcd"]
+
+
+def test_a_broken_step_ends_its_requests_and_not_the_engine() -> None:
+    runner = FakeRunner(broken=frozenset({"bad"}))
+    harness = Harness([request("bad"), request("beside")], runner=runner).settle()
+    assert harness.of("bad")[-1].finish_reason is FinishReason.ERROR
+    assert harness.of("beside")[-1].finish_reason is FinishReason.ERROR
+    assert [str(fault) for fault in harness.faults][:1] == ["the step broke"]
+    harness.messages.turns.append([request("after")])
+    assert harness.settle().ids("after") == [*b"abcd"]
+
+
+def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
+    harness = Harness([request("big", "x" * 20_000), request("a")]).settle()
+    assert "20001" in (harness.of("big")[-1].error or "") and "10000" in (harness.of("big")[-1].error or "")
+    assert harness.ids("a") == [*b"abcd"]
+
+
+def test_logprobs_travel_beside_their_tokens() -> None:
+    harness = Harness([request("a", logprobs=1), request("b")]).settle()
+    entries = [entry for update in harness.of("a") for entry in update.logprobs or ()]
+    assert [entry.token_id for entry in entries] == [*b"abcd"]
+    assert all(update.logprobs is None for update in harness.of("b"))
+
+
+def test_prompt_logprobs_come_once_and_whole() -> None:
+    updates = Harness([request("a", "xyz", prompt_logprobs=0)]).settle().of("a")
+    first, *rest = updates
+    assert first.prompt_logprobs is not None and first.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in first.prompt_logprobs[1:] if entry] == [*b"yz"]
+    assert all(update.prompt_logprobs is None for update in rest)
+
+
+def test_a_seating_carries_what_execution_needs() -> None:
+    forced = request("a").request
+    forced = EngineRequest(
+        request_id="a",
+        token_ids=forced.token_ids,
+        sampling=forced.sampling,
+        end_token_ids=(EOS,),
+        forced_token_ids=pack_ids([*b"xyz"]),
+    )
+    harness = Harness([Submit(forced)]).settle()
+    (seating,) = harness.runner.seatings
+    assert (seating.token_ids.tolist(), seating.prompt_len) == (unpack_ids(forced.token_ids), 2)
+    assert harness.ids("a")[:3] == [*b"xyz"]
+
+
+def test_idle_waits_and_reports() -> None:
+    """No busy loop: with nothing to do, receive is told to wait; each turn still reports."""
+    harness = Harness([request("a", max_tokens=1)], [], [], [Shutdown()])
+    harness.loop.run()
+    assert harness.messages.waits[0] > 0 and harness.messages.waits[-1] > 0
+    assert harness.messages.sent[-1] == Updates((), harness.messages.sent[-1].stats)  # type: ignore[union-attr]
+
+
+def test_one_message_a_step() -> None:
+    harness = Harness([request("a"), request("b"), request("c")]).settle()
+    with_news = [message for message in harness.messages.sent if isinstance(message, Updates) and message.updates]
+    assert [len(message.updates) for message in with_news] == [3, 3, 3, 3]

@@ -110,6 +110,24 @@ class ModelSource(Protocol):
     def weights(self) -> Weights: ...
 
 
+@dataclass(frozen=True, slots=True)
+class CatalogueModel:
+    """A model with a short name. num_bytes: of its file; is_cached: that file is already here."""
+
+    name: str
+    description: str
+    licence: str
+    num_bytes: int
+    is_cached: bool
+
+
+def list_models() -> tuple[CatalogueModel, ...]:
+    """The catalogue, default model first."""
+    catalogue = importlib.import_module("tokenspeed.checkpoints.catalogue")
+    models: tuple[CatalogueModel, ...] = catalogue.list_models()
+    return models
+
+
 def open_model(model: ModelConfig, progress: ProgressFn | None = None) -> ModelSource:
     """Find (download if need be) and open what `model` names.
 

@@ -14,6 +14,11 @@ from types import ModuleType
 
 import torch
 
+from tokenspeed.kernels.registry import KernelContext, Ok, Reason, Support
+
+CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""dtypes of the compiled CPU kernels and their codes there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Platform:
@@ -47,6 +52,24 @@ def cpu_module() -> ModuleType | None:
     except ImportError:
         return None
     return module if "paged_attention" in vars(module) else None
+
+
+def compiled_cpu(ctx: KernelContext) -> Support:
+    """Whether the compiled CPU kernels run for this device and dtype."""
+    if ctx.device != "cpu":
+        return Reason(f"runs on the CPU, not on {ctx.device}")
+    if ctx.dtype not in CPU_DTYPES:
+        return Reason(f"{ctx.dtype} is not float32 or bfloat16")
+    if cpu_module() is None:
+        return Reason("the compiled module tokenspeed.kernels._cpu is not built")
+    return Ok()
+
+
+def require_cpu_module() -> ModuleType:
+    """The compiled CPU kernels, for solutions whose support was checked."""
+    module = cpu_module()
+    assert module is not None
+    return module
 
 
 def set_num_threads(num_threads: int) -> None:

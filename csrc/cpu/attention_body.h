@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention over pages with a running softmax (arXiv:2205.14135), in float32.
+//
+// What is added to what depends on a token's position alone: keys are taken in tiles of kTile positions aligned to the
+// sequence, tiles are gathered into spans of kSpan positions with a softmax state of their own, and spans are merged in
+// order. So a token's bits are the same in a prefill, in a chunk of one and in a decode, whatever else is in the batch;
+// and a long decode can give its spans to several threads.
+#pragma once
+
+#include "simd.h"
+
+namespace tokenspeed::cpu {
+namespace {
+
+constexpr std::int64_t kTile = 32;
+constexpr std::int64_t kSpan = 512;
+constexpr std::int64_t kTokenBlock = 16;  // tokens of a row that share their tiles
+constexpr float kNoScore = -1e30F;
+
+// Softmax of one query so far: values is the sum of exp(score - top) * v, total the sum of exp(score - top).
+struct Softmax {
+  float* values;
+  float top;
+  float total;
+};
+
+struct Tile {
+  const float* keys[kTile];
+  const float* values[kTile];
+};
+
+TOKENSPEED_INLINE std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+TOKENSPEED_INLINE std::int64_t max_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+
+TOKENSPEED_INLINE void clear(Softmax& state, std::int64_t width) {
+  state.top = kNoScore;
+  state.total = 0.0F;
+  __builtin_memset(state.values, 0, static_cast<std::size_t>(width) * sizeof(float));
+}
+
+// kVectors vectors of values: values = values * decay + sum over t of weights[t] * v[t].
+template <int kVectors>
+TOKENSPEED_INLINE void add_values(float* values, const Tile& tile, const float* weights, std::int64_t first,
+                                  std::int64_t last, std::int64_t offset, float decay) {
+  Vec sums[kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) {
+    sums[i] = load(values + offset + i * kLanes) * decay;
+  }
+  for (std::int64_t t = first; t < last; ++t) {
+    const float* source = tile.values[t] + offset;
+    const Vec weight = splat(weights[t]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+      sums[i] += weight * load(source + i * kLanes);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) {
+    store(values + offset + i * kLanes, sums[i]);
+  }
+}
+
+// Scores of the positions [first, last) of a tile, kNoScore elsewhere; returns the largest.
+__attribute__((noinline)) float tile_scores(const AttentionArgs& args, const float* query, std::int64_t width,
+                                            const Tile& tile, std::int64_t first, std::int64_t last, float* scores) {
+  float top = kNoScore;
+  for (std::int64_t group = 0; group < kTile; group += 8) {
+    if (group + 8 <= first || group >= last) {
+      for (int i = 0; i < 8; ++i) {
+        scores[group + i] = kNoScore;
+      }
+      continue;
+    }
+    Vec sums[8] = {};
+    for (std::int64_t i = 0; i < width; i += kLanes) {
+      const Vec q = load(query + i);
+#pragma GCC unroll 8
+      for (int t = 0; t < 8; ++t) {
+        sums[t] += q * load(tile.keys[group + t] + i);
+      }
+    }
+    const Vec8 totals = sum_each(sums);
+    for (int i = 0; i < 8; ++i) {
+      float score = totals[i] * args.scale;
+      if (args.soft_cap > 0.0F) {
+        score = args.soft_cap * __builtin_tanhf(score / args.soft_cap);
+      }
+      const bool is_seen = group + i >= first && group + i < last;
+      scores[group + i] = is_seen ? score : kNoScore;
+      top = is_seen && score > top ? score : top;
+    }
+  }
+  return top;
+}
+
+// Adds the positions [first, last) of a tile to one query's softmax.
+__attribute__((noinline)) void add_tile(const AttentionArgs& args, const float* query, std::int64_t width,
+                                        const Tile& tile, std::int64_t first, std::int64_t last, Softmax& state) {
+  float weights[kTile];
+  const float tile_top = tile_scores(args, query, width, tile, first, last, weights);
+  const float top = tile_top > state.top ? tile_top : state.top;
+  const float decay = exp(state.top - top);
+  Vec total = Vec{};
+  for (std::int64_t i = 0; i < kTile; i += kLanes) {
+    const Vec score = load(weights + i);
+    const Vec weight = score > splat(kNoScore) ? exp(score - top) : Vec{};
+    store(weights + i, weight);
+    total += weight;
+  }
+  state.top = top;
+  state.total = state.total * decay + sum(total);
+  std::int64_t offset = 0;
+  for (; offset + 8 * kLanes <= width; offset += 8 * kLanes) {
+    add_values<8>(state.values, tile, weights, first, last, offset, decay);
+  }
+  for (; offset + 2 * kLanes <= width; offset += 2 * kLanes) {
+    add_values<2>(state.values, tile, weights, first, last, offset, decay);
+  }
+  for (; offset < width; offset += kLanes) {
+    add_values<1>(state.values, tile, weights, first, last, offset, decay);
+  }
+}
+
+// Folds a span's softmax into the sum over the spans before it.
+__attribute__((noinline)) void merge(Softmax& sum, const Softmax& span, std::int64_t width) {
+  const float top = span.top > sum.top ? span.top : sum.top;
+  const float keep = exp(sum.top - top);
+  const float take = exp(span.top - top);
+  sum.top = top;
+  sum.total = sum.total * keep + span.total * take;
+  for (std::int64_t i = 0; i < width; i += kLanes) {
+    store(sum.values + i, load(sum.values + i) * keep + load(span.values + i) * take);
+  }
+}
+
+template <typename T>
+TOKENSPEED_INLINE void widen(const T* source, float* target, std::int64_t size, std::int64_t width) {
+  for_vectors(size, [&](std::int64_t i, int count) { store(target + i, load_upto(source + i, count)); });
+  for (std::int64_t i = (size + kLanes - 1) / kLanes * kLanes; i < width; i += kLanes) {
+    store(target + i, Vec{});
+  }
+}
+
+// Some tokens of one row for one K/V head: the unit that reads tiles once for all of its queries.
+struct QueryBlock {
+  std::int64_t row, kv_head, first_token, num_tokens;  // tokens of the row, from 0
+};
+
+template <typename T>
+struct AttentionJob {
+  const AttentionArgs& args;
+  std::int64_t width;      // head_dim rounded up to vectors
+  std::int64_t num_group;  // query heads of a K/V head
+
+  [[nodiscard]] std::int64_t query_len(std::int64_t row) const {
+    return args.query_start[row + 1] - args.query_start[row];
+  }
+  [[nodiscard]] std::int64_t position(const QueryBlock& block, std::int64_t token) const {
+    return args.seq_lens[block.row] - query_len(block.row) + block.first_token + token;
+  }
+  [[nodiscard]] std::int64_t window_start(std::int64_t position) const {
+    return args.window > 0 ? max_of(0, position - args.window + 1) : 0;
+  }
+
+  // The block's queries as floats, token-major, padded with zeros to `width`.
+  void load_queries(const QueryBlock& block, float* target) const {
+    for (std::int64_t token = 0; token < block.num_tokens; ++token) {
+      const std::int64_t index = args.query_start[block.row] + block.first_token + token;
+      const T* source =
+          static_cast<const T*>(args.q) + index * args.q_token_stride + block.kv_head * num_group * args.q_head_stride;
+      for (std::int64_t head = 0; head < num_group; ++head, target += width) {
+        widen(source + head * args.q_head_stride, target, args.head_dim, width);
+      }
+    }
+  }
+
+  void store_output(const QueryBlock& block, std::int64_t query, const Softmax& state) const {
+    const std::int64_t token = args.query_start[block.row] + block.first_token + query / num_group;
+    const std::int64_t head = block.kv_head * num_group + query % num_group;
+    T* target = static_cast<T*>(args.out) + (token * args.num_heads + head) * args.head_dim;
+    const float scale = 1.0F / state.total;
+    for_vectors(args.head_dim, [&](std::int64_t i, int count) {
+      store_upto(target + i, load(state.values + i) * scale, count);
+    });
+  }
+
+  // Points at the keys and values of positions [start, start + kTile), or copies them where that pays. Positions at or
+  // past `end` repeat the last one before it.
+  void load_tile(const QueryBlock& block, std::int64_t start, std::int64_t end, float* copies, Tile& tile) const {
+    const std::int32_t* table = args.block_tables + block.row * args.table_stride;
+    const bool copy = sizeof(T) != sizeof(float) || width != args.head_dim || block.num_tokens > 1;
+    for (std::int64_t t = 0; t < kTile; ++t) {
+      const std::int64_t position = start + t;
+      if (position >= end) {
+        tile.keys[t] = tile.keys[t - 1];
+        tile.values[t] = tile.values[t - 1];
+        continue;
+      }
+      const std::int64_t page = table[position / args.block_size];
+      const std::int64_t slot = position % args.block_size;
+      const T* key = static_cast<const T*>(args.k_pages) + page * args.k_page_stride + slot * args.k_slot_stride +
+                     block.kv_head * args.k_head_stride;
+      const T* value = static_cast<const T*>(args.v_pages) + page * args.v_page_stride + slot * args.v_slot_stride +
+                       block.kv_head * args.v_head_stride;
+      if (copy) {
+        float* key_copy = copies + 2 * t * width;
+        widen(key, key_copy, args.head_dim, width);
+        widen(value, key_copy + width, args.head_dim, width);
+        tile.keys[t] = key_copy;
+        tile.values[t] = key_copy + width;
+      } else {
+        tile.keys[t] = reinterpret_cast<const float*>(key);
+        tile.values[t] = reinterpret_cast<const float*>(value);
+      }
+    }
+  }
+
+  // The softmax states of the block's queries over the positions of one span.
+  void attend_span(const QueryBlock& block, std::int64_t span, const float* queries, Softmax* states) const {
+    const std::int64_t num_queries = block.num_tokens * num_group;
+    for (std::int64_t query = 0; query < num_queries; ++query) {
+      clear(states[query], width);
+    }
+    float* copies = scratch(1, static_cast<std::size_t>(2 * kTile * width));
+    Tile tile;
+    const std::int64_t seen_end = position(block, block.num_tokens - 1) + 1;
+    const std::int64_t end = min_of((span + 1) * kSpan, seen_end);
+    const std::int64_t seen_start = max_of(span * kSpan, window_start(position(block, 0)));
+    for (std::int64_t start = seen_start / kTile * kTile; start < end; start += kTile) {
+      load_tile(block, start, end, copies, tile);
+      for (std::int64_t token = 0; token < block.num_tokens; ++token) {
+        const std::int64_t at = position(block, token);
+        const std::int64_t first = max_of(0, window_start(at) - start);
+        const std::int64_t last = min_of(kTile, at + 1 - start);
+        for (std::int64_t head = 0; head < num_group && first < last; ++head) {
+          const std::int64_t query = token * num_group + head;
+          add_tile(args, queries + query * width, width, tile, first, last, states[query]);
+        }
+      }
+    }
+  }
+
+  [[nodiscard]] std::int64_t first_span(const QueryBlock& block) const {
+    return window_start(position(block, 0)) / kSpan;
+  }
+  [[nodiscard]] std::int64_t last_span(const QueryBlock& block) const {
+    return position(block, block.num_tokens - 1) / kSpan;
+  }
+
+  // A whole block: its spans one after another.
+  void attend_block(const QueryBlock& block) const {
+    const std::int64_t num_queries = block.num_tokens * num_group;
+    float* queries = scratch(0, static_cast<std::size_t>(3 * num_queries * width));
+    float* sum_values = queries + num_queries * width;
+    float* span_values = sum_values + num_queries * width;
+    auto* sums = reinterpret_cast<Softmax*>(
+        scratch(2, static_cast<std::size_t>(2 * num_queries) * sizeof(Softmax) / sizeof(float)));
+    Softmax* spans = sums + num_queries;
+    for (std::int64_t query = 0; query < num_queries; ++query) {
+      sums[query].values = sum_values + query * width;
+      spans[query].values = span_values + query * width;
+      clear(sums[query], width);
+    }
+    load_queries(block, queries);
+    for (std::int64_t span = first_span(block); span <= last_span(block); ++span) {
+      attend_span(block, span, queries, spans);
+      for (std::int64_t query = 0; query < num_queries; ++query) {
+        merge(sums[query], spans[query], width);
+      }
+    }
+    for (std::int64_t query = 0; query < num_queries; ++query) {
+      store_output(block, query, sums[query]);
+    }
+  }
+
+  // One span of a block, left in `partial`: top, total and values of each query.
+  void attend_partial(const QueryBlock& block, std::int64_t span, float* partial) const {
+    const std::int64_t num_queries = block.num_tokens * num_group;
+    float* queries = scratch(0, static_cast<std::size_t>(num_queries * width));
+    auto* states = reinterpret_cast<Softmax*>(
+        scratch(2, static_cast<std::size_t>(num_queries) * sizeof(Softmax) / sizeof(float)));
+    for (std::int64_t query = 0; query < num_queries; ++query) {
+      states[query].values = partial + query * partial_stride() + 2;
+    }
+    load_queries(block, queries);
+    attend_span(block, span, queries, states);
+    for (std::int64_t query = 0; query < num_queries; ++query) {
+      partial[query * partial_stride()] = states[query].top;
+      partial[query * partial_stride() + 1] = states[query].total;
+    }
+  }
+
+  // The partial results of a block's spans, added up in order.
+  void merge_partials(const QueryBlock& block, float* partials) const {
+    const std::int64_t num_queries = block.num_tokens * num_group;
+    const std::int64_t num_spans = last_span(block) - first_span(block) + 1;
+    float* values = scratch(0, static_cast<std::size_t>(width));
+    for (std::int64_t query = 0; query < num_queries; ++query) {
+      Softmax sum{values, 0.0F, 0.0F};
+      clear(sum, width);
+      for (std::int64_t span = 0; span < num_spans; ++span) {
+        float* partial = partials + (span * num_queries + query) * partial_stride();
+        merge(sum, Softmax{partial + 2, partial[0], partial[1]}, width);
+      }
+      store_output(block, query, sum);
+    }
+  }
+
+  [[nodiscard]] std::int64_t partial_stride() const { return width + 2; }
+};
+
+// A unit of work. span < 0: the whole block; otherwise one span, with its place in the buffer of partial results.
+struct AttentionItem {
+  QueryBlock block;
+  std::int64_t span;
+  std::int64_t partial;  // in floats
+};
+
+// Work items of a call in memory of the calling thread.
+struct AttentionPlan {
+  AttentionItem* items;
+  std::int64_t num_items;
+  std::int64_t num_partial_floats;
+};
+
+// Calls emit(block) for each query block, the last and longest of a row first.
+template <typename T, typename Emit>
+TOKENSPEED_INLINE void for_blocks(const AttentionJob<T>& job, Emit emit) {
+  for (std::int64_t row = 0; row < job.args.num_rows; ++row) {
+    const std::int64_t query_len = job.query_len(row);
+    for (std::int64_t block = (query_len + kTokenBlock - 1) / kTokenBlock - 1; block >= 0; --block) {
+      const std::int64_t first = block * kTokenBlock;
+      for (std::int64_t head = 0; head < job.args.num_kv_heads; ++head) {
+        emit(QueryBlock{row, head, first, min_of(kTokenBlock, query_len - first)});
+      }
+    }
+  }
+}
+
+// Spans become items of their own where whole blocks would leave threads idle.
+template <typename T>
+AttentionPlan plan_attention(const AttentionJob<T>& job) {
+  std::int64_t num_blocks = 0;
+  std::int64_t num_spans = 0;
+  for_blocks(job, [&](const QueryBlock& block) {
+    num_blocks += 1;
+    num_spans += job.last_span(block) - job.first_span(block) + 1;
+  });
+  const bool split = num_blocks < 4 * num_threads() && num_spans > num_blocks;
+  const std::int64_t num_items = split ? num_spans : num_blocks;
+  const auto bytes = static_cast<std::size_t>(num_items) * sizeof(AttentionItem);
+  AttentionPlan plan{reinterpret_cast<AttentionItem*>(scratch(3, bytes / sizeof(float))), 0, 0};
+  for_blocks(job, [&](const QueryBlock& block) {
+    if (!split) {
+      plan.items[plan.num_items++] = {block, -1, 0};
+      return;
+    }
+    for (std::int64_t span = job.first_span(block); span <= job.last_span(block); ++span) {
+      plan.items[plan.num_items++] = {block, span, plan.num_partial_floats};
+      plan.num_partial_floats += block.num_tokens * job.num_group * job.partial_stride();
+    }
+  });
+  return plan;
+}
+
+template <typename T>
+void paged_attention_of(const AttentionArgs& args) {
+  const AttentionJob<T> job{args, (args.head_dim + kLanes - 1) / kLanes * kLanes, args.num_heads / args.num_kv_heads};
+  const std::int64_t row_size = args.num_heads * args.head_dim;
+  const std::int64_t num_live = args.num_rows > 0 ? args.query_start[args.num_rows] : 0;
+  __builtin_memset(static_cast<T*>(args.out) + num_live * row_size, 0,
+                   static_cast<std::size_t>((args.num_tokens - num_live) * row_size) * sizeof(T));
+  const AttentionPlan plan = plan_attention(job);
+  float* partials = scratch(4, static_cast<std::size_t>(plan.num_partial_floats));
+  auto attend = [&](std::int64_t index) {
+    const AttentionItem& item = plan.items[index];
+    if (item.span < 0) {
+      job.attend_block(item.block);
+    } else {
+      job.attend_partial(item.block, item.span, partials + item.partial);
+    }
+  };
+  parallel(plan.num_items, attend);
+  for (std::int64_t index = 0; index < plan.num_items; ++index) {
+    const AttentionItem& item = plan.items[index];
+    if (item.span >= 0 && item.span == job.first_span(item.block)) {
+      job.merge_partials(item.block, partials + item.partial);
+    }
+  }
+}
+
+void paged_attention(const AttentionArgs& args) {
+  args.dtype == DType::kFloat32 ? paged_attention_of<float>(args) : paged_attention_of<Bf16>(args);
+}
+
+}  // namespace
+}  // namespace tokenspeed::cpu

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels.h"
+
+namespace tokenspeed::cpu {
+namespace {
+
+Kernels choose() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    return avx512_kernels();
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    return avx2_kernels();
+  }
+#endif
+  return base_kernels();
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose();
+  return chosen;
+}
+
+}  // namespace tokenspeed::cpu

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// Normalisation, rotation, gating and the scatter of K and V: a row at a time, each row independent of the others.
+#pragma once
+
+#include "simd.h"
+
+namespace tokenspeed::cpu {
+namespace {
+
+constexpr std::int64_t kSerialSize = 16384;  // elements below which waking a thread costs more than it saves
+
+// Calls body(row) for each row, on several threads where there is enough to do.
+template <typename Body>
+TOKENSPEED_INLINE void for_rows(std::int64_t num_rows, std::int64_t row_size, Body body) {
+  if (num_rows * row_size < kSerialSize) {
+    for (std::int64_t row = 0; row < num_rows; ++row) {
+      body(row);
+    }
+    return;
+  }
+  const std::int64_t rows_each = (kSerialSize / 2 + row_size - 1) / row_size;
+  auto chunk = [&](std::int64_t item) {
+    const std::int64_t last = (item + 1) * rows_each < num_rows ? (item + 1) * rows_each : num_rows;
+    for (std::int64_t row = item * rows_each; row < last; ++row) {
+      body(row);
+    }
+  };
+  parallel((num_rows + rows_each - 1) / rows_each, chunk);
+}
+
+template <typename T>
+TOKENSPEED_INLINE void rms_norm_row(const RmsNormArgs& args, const T* x, T* residual, T* out) {
+  Vec squares = Vec{};
+  const T* y = residual == nullptr ? x : residual;
+  for_vectors(args.size, [&](std::int64_t i, int count) {
+    if (residual != nullptr) {
+      store_upto(residual + i, load_upto(x + i, count) + load_upto(residual + i, count), count);
+    }
+    const Vec value = load_upto(y + i, count);
+    squares += value * value;
+  });
+  const float mean = sum(squares) / static_cast<float>(args.size);
+  const float scale = 1.0F / __builtin_sqrtf(mean + args.eps);
+  const T* weight = static_cast<const T*>(args.weight);
+  for_vectors(args.size, [&](std::int64_t i, int count) {
+    const Vec factor = load_upto(weight + i, count) + args.weight_offset;
+    store_upto(out + i, load_upto(y + i, count) * scale * factor, count);
+  });
+}
+
+template <typename T>
+void rms_norm_of(const RmsNormArgs& args) {
+  for_rows(args.num_outer * args.num_inner, args.size, [&](std::int64_t row) {
+    const std::int64_t outer = row / args.num_inner;
+    const std::int64_t inner = row % args.num_inner;
+    const T* x = static_cast<const T*>(args.x) + outer * args.outer_stride + inner * args.inner_stride;
+    T* residual =
+        args.residual == nullptr ? nullptr : static_cast<T*>(args.residual) + outer * args.residual_stride;
+    rms_norm_row(args, x, residual, static_cast<T*>(args.out) + row * args.size);
+  });
+}
+
+void rms_norm(const RmsNormArgs& args) {
+  args.dtype == DType::kFloat32 ? rms_norm_of<float>(args) : rms_norm_of<Bf16>(args);
+}
+
+template <typename T>
+void rotary_of(const RotaryArgs& args) {
+  const std::int64_t half = args.rotary_dim / 2;
+  for_rows(args.num_tokens, args.num_heads * args.rotary_dim, [&](std::int64_t token) {
+    const float* cosines = args.table + args.positions[token] * args.table_stride;
+    const float* sines = cosines + half;
+    for (std::int64_t head = 0; head < args.num_heads; ++head) {
+      T* x = static_cast<T*>(args.x) + token * args.token_stride + head * args.head_stride;
+      for_vectors(half, [&](std::int64_t i, int count) {
+        const Vec first = load_upto(x + i, count);
+        const Vec second = load_upto(x + half + i, count);
+        const Vec cosine = load_upto(cosines + i, count);
+        const Vec sine = load_upto(sines + i, count);
+        store_upto(x + i, first * cosine - second * sine, count);
+        store_upto(x + half + i, second * cosine + first * sine, count);
+      });
+    }
+  });
+}
+
+void rotary(const RotaryArgs& args) {
+  args.dtype == DType::kFloat32 ? rotary_of<float>(args) : rotary_of<Bf16>(args);
+}
+
+TOKENSPEED_INLINE Vec silu(Vec z) { return z / (exp(-z) + 1.0F); }
+
+// 0.5 z (1 + tanh(u)) is z / (1 + exp(-2 u)).
+TOKENSPEED_INLINE Vec gelu_tanh(Vec z) {
+  const Vec twice = (z + z * z * z * 0.044715F) * 1.5957691216057308F;
+  return z / (exp(-twice) + 1.0F);
+}
+
+template <typename T>
+void gated_of(const GatedArgs& args) {
+  for_rows(args.num_rows, args.size, [&](std::int64_t row) {
+    const T* gate = static_cast<const T*>(args.x) + row * args.x_stride;
+    const T* up = gate + args.size;
+    T* out = static_cast<T*>(args.out) + row * args.size;
+    for_vectors(args.size, [&](std::int64_t i, int count) {
+      const Vec z = load_upto(gate + i, count);
+      const Vec activated = args.activation == Activation::kSilu ? silu(z) : gelu_tanh(z);
+      store_upto(out + i, activated * load_upto(up + i, count), count);
+    });
+  });
+}
+
+void gated(const GatedArgs& args) {
+  args.dtype == DType::kFloat32 ? gated_of<float>(args) : gated_of<Bf16>(args);
+}
+
+void kv_write(const KvWriteArgs& args) {
+  const std::int64_t item_size = args.dtype == DType::kFloat32 ? 4 : 2;
+  const auto* source = static_cast<const char*>(args.source);
+  auto* pages = static_cast<char*>(args.pages);
+  for (std::int64_t token = 0; token < args.num_tokens; ++token) {
+    const std::int64_t slot = args.slots[token];
+    const std::int64_t place = slot / args.block_size * args.page_stride + slot % args.block_size * args.slot_stride;
+    for (std::int64_t head = 0; head < args.num_heads; ++head) {
+      __builtin_memcpy(pages + (place + head * args.page_head_stride) * item_size,
+                       source + (token * args.token_stride + head * args.head_stride) * item_size,
+                       static_cast<std::size_t>(args.head_dim * item_size));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tokenspeed::cpu

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU kernels: arguments as plain pointers, one implementation an instruction set, chosen once at run time.
+// Strides count elements; the last dimension of every tensor is contiguous.
+#pragma once
+
+#include <cstdint>
+
+namespace tokenspeed::cpu {
+
+enum class DType : std::uint8_t { kFloat32 = 0, kBFloat16 = 1 };
+
+// out[m, n] = sum over k of x[m, k] * weight[n, k], plus bias[n]. An output's bits depend on its own row only.
+struct LinearArgs {
+  const void* x;
+  const void* weight;
+  const void* bias;  // or null
+  void* out;         // contiguous
+  std::int64_t num_rows, num_outputs, num_inputs;
+  std::int64_t x_stride, weight_stride;
+  DType dtype;  // of x, weight and bias
+  DType out_dtype;
+};
+
+// See kernels/ops/paged_attention. A token's bits depend on its own row only, and not on how the row is cut into steps.
+struct AttentionArgs {
+  const void* q;
+  const void* k_pages;
+  const void* v_pages;
+  void* out;  // contiguous
+  const std::int32_t* query_start;
+  const std::int32_t* seq_lens;
+  const std::int32_t* block_tables;
+  std::int64_t num_rows, num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+  std::int64_t q_token_stride, q_head_stride;
+  std::int64_t k_page_stride, k_slot_stride, k_head_stride;
+  std::int64_t v_page_stride, v_slot_stride, v_head_stride;
+  std::int64_t table_stride;
+  float scale;
+  std::int64_t window;  // 0: none
+  float soft_cap;       // 0: none
+  DType dtype;
+};
+
+// x is (num_outer, num_inner, size) with two strides; residual is (num_outer, size) and used where num_inner is 1.
+struct RmsNormArgs {
+  const void* x;
+  const void* weight;
+  void* residual;  // or null
+  void* out;       // contiguous
+  std::int64_t num_outer, num_inner, size;
+  std::int64_t outer_stride, inner_stride, residual_stride;
+  float eps, weight_offset;
+  DType dtype;
+};
+
+struct RotaryArgs {
+  void* x;
+  const std::int64_t* positions;
+  const float* table;
+  std::int64_t num_tokens, num_heads, rotary_dim;
+  std::int64_t token_stride, head_stride, table_stride;
+  DType dtype;
+};
+
+enum class Activation : std::uint8_t { kSilu = 0, kGeluTanh = 1 };
+
+struct GatedArgs {
+  const void* x;
+  void* out;  // contiguous
+  std::int64_t num_rows, size, x_stride;
+  Activation activation;
+  DType dtype;
+};
+
+struct KvWriteArgs {
+  const void* source;
+  void* pages;
+  const std::int64_t* slots;
+  std::int64_t num_tokens, num_heads, head_dim, block_size;
+  std::int64_t token_stride, head_stride;
+  std::int64_t page_stride, slot_stride, page_head_stride;
+  DType dtype;
+};
+
+struct Kernels {
+  const char* isa;
+  void (*linear)(const LinearArgs&);
+  void (*paged_attention)(const AttentionArgs&);
+  void (*rms_norm)(const RmsNormArgs&);
+  void (*rotary)(const RotaryArgs&);
+  void (*gated)(const GatedArgs&);
+  void (*kv_write)(const KvWriteArgs&);
+};
+
+// The best set that this machine runs.
+const Kernels& kernels();
+
+Kernels base_kernels();
+#if defined(__x86_64__)
+Kernels avx2_kernels();
+Kernels avx512_kernels();
+#endif
+
+}  // namespace tokenspeed::cpu

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of TOKENSPEED_LANES floats in the compiler's own vector types, so that one source serves every instruction
+// set. Internal linkage throughout: see kernel_set.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+#define TOKENSPEED_INLINE static inline __attribute__((always_inline))
+
+namespace tokenspeed::cpu {
+namespace {
+
+constexpr int kLanes = TOKENSPEED_LANES;
+constexpr int kFold = 8;  // sums are folded to this many lanes before they are transposed
+
+using Bf16 = std::uint16_t;
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef std::int32_t VecInt __attribute__((vector_size(kLanes * 4)));
+typedef std::uint32_t VecBits __attribute__((vector_size(kLanes * 4)));
+typedef std::uint16_t VecHalf __attribute__((vector_size(kLanes * 2)));
+typedef float Vec8 __attribute__((vector_size(kFold * 4)));
+
+TOKENSPEED_INLINE Vec splat(float value) { return value - Vec{}; }
+
+TOKENSPEED_INLINE Vec load(const float* source) {
+  Vec result;
+  __builtin_memcpy(&result, source, sizeof(result));
+  return result;
+}
+
+TOKENSPEED_INLINE Vec load(const Bf16* source) {
+  VecHalf half;
+  __builtin_memcpy(&half, source, sizeof(half));
+  return reinterpret_cast<Vec>(__builtin_convertvector(half, VecBits) << 16);
+}
+
+TOKENSPEED_INLINE void store(float* target, Vec value) { __builtin_memcpy(target, &value, sizeof(value)); }
+
+// Rounds to nearest even; NaN stays NaN.
+TOKENSPEED_INLINE void store(Bf16* target, Vec value) {
+  const VecBits bits = reinterpret_cast<VecBits>(value);
+  const VecBits rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
+  const VecBits is_nan = reinterpret_cast<VecBits>(value != value);
+  const VecHalf half = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7FC0U), VecHalf);
+  __builtin_memcpy(target, &half, sizeof(half));
+}
+
+TOKENSPEED_INLINE float to_float(float value) { return value; }
+
+TOKENSPEED_INLINE float to_float(Bf16 value) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(value) << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+// The first `count` lanes from memory, zeros in the others.
+template <typename T>
+TOKENSPEED_INLINE Vec load_some(const T* source, std::int64_t count) {
+  T buffer[kLanes] = {};
+  for (std::int64_t i = 0; i < count; ++i) {
+    buffer[i] = source[i];
+  }
+  return load(buffer);
+}
+
+template <typename T>
+TOKENSPEED_INLINE void store_some(T* target, Vec value, std::int64_t count) {
+  T buffer[kLanes];
+  store(buffer, value);
+  for (std::int64_t i = 0; i < count; ++i) {
+    target[i] = buffer[i];
+  }
+}
+
+// Calls body(offset, count) for each vector of [0, size); count is kLanes except in the last call.
+template <typename Body>
+TOKENSPEED_INLINE void for_vectors(std::int64_t size, Body body) {
+  std::int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    body(i, kLanes);
+  }
+  if (i < size) {
+    body(i, static_cast<int>(size - i));
+  }
+}
+
+template <typename T>
+TOKENSPEED_INLINE Vec load_upto(const T* source, int count) {
+  return count == kLanes ? load(source) : load_some(source, count);
+}
+
+template <typename T>
+TOKENSPEED_INLINE void store_upto(T* target, Vec value, int count) {
+  if (count == kLanes) {
+    store(target, value);
+  } else {
+    store_some(target, value, count);
+  }
+}
+
+TOKENSPEED_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+TOKENSPEED_INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
+
+// e ** x to about one unit in the last place; 0 below -87.3, finite above 88. The polynomial is Cephes' expf.
+TOKENSPEED_INLINE Vec exp(Vec x) {
+  const Vec clamped = maximum(minimum(x, splat(88.0F)), splat(-87.3F));
+  const Vec shift = splat(12582912.0F);
+  const Vec n = (clamped * 1.44269504088896341F + shift) - shift;
+  const Vec r = (clamped - n * 0.693359375F) + n * 2.12194440e-4F;
+  Vec p = splat(1.9875691500e-4F);
+  p = p * r + 1.3981999507e-3F;
+  p = p * r + 8.3334519073e-3F;
+  p = p * r + 4.1665795894e-2F;
+  p = p * r + 1.6666665459e-1F;
+  p = p * r + 5.0000001201e-1F;
+  p = p * (r * r) + r + 1.0F;
+  const VecInt exponent = (__builtin_convertvector(n, VecInt) + 127) << 23;
+  const Vec scaled = p * reinterpret_cast<Vec>(exponent);
+  return x < splat(-87.3F) ? Vec{} : scaled;
+}
+
+TOKENSPEED_INLINE float exp(float x) { return exp(splat(x))[0]; }
+
+TOKENSPEED_INLINE Vec8 fold(Vec value) {
+#if TOKENSPEED_LANES == 16
+  return __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7) +
+         __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  return value;
+#endif
+}
+
+// Lane i of the result is the sum of the lanes of sums[i]; every sum is added up in the same order.
+TOKENSPEED_INLINE Vec8 sum_each(const Vec (&sums)[8]) {
+  Vec8 quads[4];
+  for (int i = 0; i < 4; ++i) {
+    // Pairs (0,4) (1,5) (2,6) (3,7), so that the last step leaves the sums in order.
+    const Vec8 a = fold(sums[i]);
+    const Vec8 b = fold(sums[i + 4]);
+    quads[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+               __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  Vec8 pairs[2];
+  for (int i = 0; i < 2; ++i) {
+    const Vec8 a = quads[2 * i];
+    const Vec8 b = quads[2 * i + 1];
+    pairs[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+               __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  return __builtin_shufflevector(pairs[0], pairs[1], 0, 2, 8, 10, 4, 6, 12, 14) +
+         __builtin_shufflevector(pairs[0], pairs[1], 1, 3, 9, 11, 5, 7, 13, 15);
+}
+
+// The same order of additions as sum_each.
+TOKENSPEED_INLINE float sum(Vec value) {
+  const Vec8 v = fold(value);
+  const float s0 = v[0] + v[4];
+  const float s1 = v[1] + v[5];
+  const float s2 = v[2] + v[6];
+  const float s3 = v[3] + v[7];
+  return (s0 + s2) + (s1 + s3);
+}
+
+// parallel_for over a callable object.
+template <typename Body>
+TOKENSPEED_INLINE void parallel(std::int64_t count, Body& body) {
+  parallel_for(count, [](void* context, std::int64_t item) { (*static_cast<Body*>(context))(item); }, &body);
+}
+
+}  // namespace
+}  // namespace tokenspeed::cpu

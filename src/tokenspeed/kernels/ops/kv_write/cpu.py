@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled CPU kernel (csrc/cpu)."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenspeed.kernels.platform import CPU_DTYPES, compiled_cpu, require_cpu_module
+from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution
+
+
+def build(_ctx: KernelContext) -> Kernel:
+    kernel = require_cpu_module().kv_write
+
+    def kv_write(
+        k_TGK: torch.Tensor, v_TGK: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slots_T: torch.Tensor
+    ) -> None:
+        assert slots_T.dtype is torch.int64, slots_T.dtype
+        for source, pages in ((k_TGK, k_pages), (v_TGK, v_pages)):
+            assert source.dtype is pages.dtype, (source.dtype, pages.dtype)
+            assert source.stride(2) == 1 and pages.stride(3) == 1, (source.stride(), pages.stride())
+            kernel(
+                source.data_ptr(),
+                pages.data_ptr(),
+                slots_T.data_ptr(),
+                source.shape[0],
+                source.shape[1],
+                source.shape[2],
+                pages.shape[1],
+                source.stride(0),
+                source.stride(1),
+                pages.stride(0),
+                pages.stride(1),
+                pages.stride(2),
+                CPU_DTYPES[source.dtype],
+            )
+
+    return kv_write
+
+
+SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True)

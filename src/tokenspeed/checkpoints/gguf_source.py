@@ -75,7 +75,8 @@ class GgufWeights:
             raw = self._unpermute(raw, tensor, renamed)
         values = _decode(raw, tensor)
         if renamed.change == "norm_minus_one":
-            return np.subtract(values, np.float32(1), dtype=np.float32)
+            less_one: NDArray[np.float32] = values.astype(np.float32) - np.float32(1)
+            return less_one
         return values
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, get_args
 import msgspec
 
 from tokenspeed import __version__
+from tokenspeed.checkpoints import list_models, open_model
 from tokenspeed.core.config import (
     DEFAULT_MODEL,
     CacheConfig,
@@ -331,11 +332,16 @@ class _Talk:
 
 
 def _models(_: argparse.Namespace) -> int:
-    catalogue = importlib.import_module("tokenspeed.checkpoints.catalogue")
-    rows = [("ALIAS", "SIZE", "CACHED", "WHAT")]
+    rows = [("MODEL", "SIZE", "CACHED", "WHAT", "LICENCE")]
     rows += [
-        (entry.alias, f"{entry.size_bytes / 2**20:,.0f} MiB", "yes" if entry.cached else "no", entry.description)
-        for entry in catalogue.list_models()
+        (
+            model.name,
+            f"{model.num_bytes / 2**20:,.0f} MiB",
+            "yes" if model.is_cached else "no",
+            model.description,
+            model.licence,
+        )
+        for model in list_models()
     ]
     _print_table(rows)
     return 0
@@ -384,8 +390,6 @@ def _print_kernels(torch: Any, device: str) -> None:
 
 
 def _print_model(name: str) -> None:
-    from tokenspeed.checkpoints import open_model
-
     with _progress() as progress:
         source = open_model(ModelConfig(model=name), progress)
     print(f"\nmodel {name}")

@@ -194,7 +194,7 @@ class _Writer:
         given = prompt.text if isinstance(prompt, TextPrompt) else None
         text = tokenizer.decode(ids, skip_special_tokens=False) if given is None else given
         first = tokenizer.token_text(ids[0])
-        return text, (list(output.prompt_logprobs or ()), TokenText(ids[0], first, first.encode(), 0.0))
+        return text, (list(output.prompt_logprobs or ()), TokenText(ids[0], first, tokenizer.token_bytes(ids[0]), 0.0))
 
 
 def _only_echoes(body: CompletionBody) -> bool:

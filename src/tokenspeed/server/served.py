@@ -16,6 +16,12 @@ from tokenspeed.llm.outputs import RequestOutput
 from tokenspeed.observability.metrics import Metrics
 
 
+class TokenCodec(TextCodec, Protocol):
+    """Text to ids and back, and what one token stands for."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
 class PromptEncoder(Protocol):
     """Prompts to ids."""
 
@@ -34,7 +40,7 @@ class ServedLLM(Protocol):
     def config(self) -> EngineConfig: ...
 
     @property
-    def tokenizer(self) -> TextCodec: ...
+    def tokenizer(self) -> TokenCodec: ...
 
     @property
     def input_processor(self) -> PromptEncoder: ...

@@ -246,7 +246,8 @@ def _generate(options: argparse.Namespace) -> int:
         progress.close()
         params = _sampling(options, model.llm.default_params, stop=tuple(options.stop))
         for prompt in prompts:
-            _print_stream(model.stream(TextPrompt(prompt), params))
+            for _ in _print_stream(model.stream(TextPrompt(prompt), params)):
+                pass
     return 0
 
 
@@ -254,18 +255,16 @@ def _sampling(options: argparse.Namespace, defaults: SamplingParams, **more: Any
     return msgspec.structs.replace(defaults, **_given(options, SAMPLING_FLAGS), **more)
 
 
-def _print_stream(outputs: Generator[Any, None, None]) -> str:
-    """Print text as it comes; an interrupt ends the answer and passes on."""
-    text = ""
+def _print_stream(outputs: Generator[Any, None, None]) -> Generator[str, None, None]:
+    """Print text as it comes, and pass it on."""
     try:
         for output in outputs:
             for completion in output.outputs:
-                text += completion.text
                 print(completion.text, end="", flush=True)
+                yield completion.text
     finally:
         outputs.close()
         print(flush=True)
-    return text
 
 
 def _chat(options: argparse.Namespace) -> int:
@@ -314,12 +313,17 @@ class _Talk:
         return True
 
     def answer(self, text: str) -> None:
-        """Answer one message, and remember both."""
+        """Answer one message, and remember both, however far the answer came."""
         from tokenspeed.llm.input_processor import ChatPrompt
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        reply = _print_stream(self._stream(ChatPrompt(messages), self._params))
-        self.messages = [*messages, {"role": "assistant", "content": reply}]
+        reply = ""
+        try:
+            for piece in _print_stream(self._stream(ChatPrompt(messages), self._params)):
+                reply += piece
+        finally:
+            if reply:
+                self.messages = [*messages, {"role": "assistant", "content": reply}]
 
     def _answer_gently(self, line: str) -> None:
         """An interrupt or a refused message ends this answer, not the conversation."""

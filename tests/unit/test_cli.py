@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: flags become configuration, every user error is one line, exit codes mean what they say."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tokenspeed import __version__, cli
+from tokenspeed.core.config import EngineConfig
+from tokenspeed.core.errors import ConfigError, ContextLengthError, EngineDeadError
+from tokenspeed.core.request import SamplingParams
+from tokenspeed.server import serve as serving
+from tokenspeed.server import terminal
+
+
+@pytest.fixture
+def configs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `serve` was called with; nothing is served."""
+    seen: list[Any] = []
+
+    def record(asked: Any) -> int:
+        seen.append(asked)
+        return 0
+
+    monkeypatch.setattr(serving, "serve", record)
+    return seen
+
+
+def test_flags_become_configuration(configs: list[Any]) -> None:
+    flags = (
+        "serve some/model --served-name m --max-model-len 100 --kv-tokens 640 --block-size 32 --threads 2 --port 0 "
+        "--no-prefix-caching --max-num-seqs 3 --overlap-depth 0 --dtype float32 --load-format gguf --api-key k "
+        "--strict-model-name --cors-origin a --cors-origin b --kernel linear=reference --memory-fraction 0.25"
+    )
+    assert cli.main(flags.split()) == 0
+    (asked,) = configs
+    engine, server = asked.engine, asked.server
+    assert (engine.model.model, engine.model.served_name, engine.model.max_model_len) == ("some/model", "m", 100)
+    assert (engine.model.dtype, engine.model.load_format) == ("float32", "gguf")
+    assert (engine.cache.kv_tokens, engine.cache.block_size, engine.cache.prefix_caching) == (640, 32, False)
+    assert engine.cache.memory_fraction == 0.25
+    assert (engine.scheduler.max_num_seqs, engine.scheduler.overlap_depth) == (3, 0)
+    assert (engine.device.num_threads, engine.device.kernel_overrides) == (2, (("linear", "reference"),))
+    assert (server.port, server.api_key, server.strict_model_name) == (0, "k", True)
+    assert server.cors_origins == ("a", "b")
+
+
+def test_without_flags_everything_is_the_default(configs: list[Any]) -> None:
+    assert cli.main(["serve"]) == 0
+    assert configs[0].engine == EngineConfig()
+    assert configs[0].server.host == "127.0.0.1", "loopback unless told otherwise"
+
+
+def test_every_configuration_field_has_a_flag_or_a_reason() -> None:
+    without = {"model", "kernel_overrides", "cors_origins"}  # positional, --kernel, --cors-origin
+    flags = (*cli.MODEL_FLAGS, cli.SERVED_NAME, *cli.SERVER_FLAGS)
+    for struct in {flag.struct for flag in flags}:
+        mine = {flag.field for flag in flags if flag.struct is struct}
+        assert set(struct.__struct_fields__) - without == mine, struct
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--block-size", "7"], "--block-size 7"),
+        (["serve", "--kv-tokens", "1"], "too small for one request"),
+        (["serve", "a", "--model", "b"], "two models"),
+        (["serve", "--kernel", "linear"], "OP=SOLUTION"),
+        (["serve", "--max-model-len", "99", "--kv-tokens", "64"], "--max-model-len 99"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(
+    configs: list[Any], capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert words in said.err
+    assert said.err.count("\n") == 1
+    assert not configs
+
+
+def raising(error: BaseException) -> Any:
+    def run(_: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ConfigError("wrong\nin two lines"), 1, "error: wrong in two lines"),
+        (EngineDeadError("it died"), 1, "error: it died"),
+        (MemoryError(), 1, "out of memory"),
+        (ZeroDivisionError("a bug"), 1, "internal error: ZeroDivisionError: a bug; --debug shows where"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_become_a_line_and_a_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr(cli, "_models", raising(error))
+    assert cli.main(["models"]) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "_models", raising(ConfigError("wrong")))
+    assert cli.main(["models", "--debug"]) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert said.endswith("error: wrong\n")
+
+
+class FakeStream:
+    """Stands in for StreamingLLM: says the last message backwards, in pieces."""
+
+    prompts: list[Any]
+
+    def __init__(self, config: EngineConfig, progress: Any) -> None:
+        type(self).prompts = []
+        progress("load", 1, 1, "tensors")
+        self.llm = SimpleNamespace(default_params=SamplingParams(temperature=0.5))
+
+    def __enter__(self) -> FakeStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[Any]:
+        self.prompts.append((prompt, params))
+        text = getattr(prompt, "text", None) or prompt.messages[-1]["content"]
+        if text == "interrupt":
+            yield SimpleNamespace(outputs=(SimpleNamespace(text="par"),))
+            raise KeyboardInterrupt
+        if text == "long":
+            raise ContextLengthError(900, 512)
+        for piece in text[::-1]:
+            yield SimpleNamespace(outputs=(SimpleNamespace(text=piece),))
+
+
+@pytest.fixture
+def fake_model(monkeypatch: pytest.MonkeyPatch) -> type[FakeStream]:
+    monkeypatch.setattr(terminal, "StreamingLLM", FakeStream)
+    return FakeStream
+
+
+def test_generate_continues_each_prompt(fake_model: type[FakeStream], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "abc", "xy", "--max-tokens", "5", "--stop", "q", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == "cba\nyx\n"
+    params = fake_model.prompts[0][1]
+    assert (params.max_tokens, params.stop, params.seed, params.temperature) == (5, ("q",), 3, 0.5)
+
+
+def test_generate_reads_stdin(
+    fake_model: type[FakeStream], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from stdin"))
+    assert cli.main(["generate"]) == 0
+    assert capsys.readouterr().out == "nidts morf\n"
+
+
+def test_chat_answers_one_prompt(fake_model: type[FakeStream], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "--prompt", "abc", "--system", "be brief"]) == 0
+    assert capsys.readouterr().out == "cba\n"
+    assert [message["role"] for message in fake_model.prompts[0][0].messages] == ["system", "user"]
+
+
+def test_chat_remembers_until_cleared(
+    fake_model: type[FakeStream], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["abc", "", "interrupt", "long", "/nonsense", "xy", "/clear", "z", "/exit", "never"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert cli.main(["chat"]) == 0
+    said = capsys.readouterr().out
+    assert "cba" in said
+    assert "[stopped]" in said, "an interrupt ends the answer, not the program"
+    assert "900" in said, "a refused message is said and forgotten"
+    asked = [[message["content"] for message in prompt.messages] for prompt, _ in fake_model.prompts]
+    assert asked[0] == ["abc"]
+    assert asked[-2] == ["abc", "cba", "interrupt", "par", "xy"]
+    assert asked[-1] == ["z"]
+    assert next(lines) == "never"
+
+
+def test_chat_ends_with_the_input(fake_model: type[FakeStream], monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", nothing)
+    assert cli.main(["chat"]) == 0
+
+
+def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    said = capsys.readouterr().out
+    assert "smollm2-135m" in said
+    assert "94 MiB" in said
+
+
+def run_tokenspeed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tokenspeed.cli", *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_version() -> None:
+    assert run_tokenspeed("--version").stdout == f"tokenspeed {__version__}\n"
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    done = run_tokenspeed("serve", str(tmp_path / "nothing.gguf"), "--port", "0")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-1].startswith("error: ")
+    assert "nothing.gguf" in lines[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_said_before_the_model_is_looked_for() -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        done = run_tokenspeed("serve", "/no/such/model.gguf", "--port", str(port))
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"error: 127.0.0.1:{port} is in use; stop the other program, or pass --port N (0 picks a free one)"
+    ]
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
+def test_an_address_that_is_not_ours_is_one_line(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"--host {host}"):
+        serving.bind(host, 0)
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    code = "import sys; from tokenspeed import cli; sys.exit(cli.main(['models']))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, b"")
+
+
+def test_doctor_says_what_is_bound_and_why() -> None:
+    done = run_tokenspeed("doctor")
+    assert done.returncode == 0, done.stderr
+    for word in ("cpu", "memory", "torch", "cuda devices", "kernels on", "linear: "):
+        assert word in done.stdout, word

@@ -124,33 +124,6 @@ class ChatTemplate:
             return False
 
 
-class MissingChatTemplate:
-    """Stands in for the template of a model that has none, such as a base model."""
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None = None,
-        add_generation_prompt: bool = True,
-        **kwargs: object,
-    ) -> str:
-        """Always raises InvalidRequestError that says what to do instead."""
-        raise InvalidRequestError(
-            "this model has no chat template (it may be a base model); use /v1/completions, "
-            "or start the server with --chat-template FILE",
-            "messages",
-        )
-
-
-def chat_template(
-    source: str | None, *, bos_token: str = "", eos_token: str = ""
-) -> ChatTemplate | MissingChatTemplate:
-    """The template of a model, or its stand-in when the model has none."""
-    if source is None or not source.strip():
-        return MissingChatTemplate()
-    return ChatTemplate(source, bos_token=bos_token, eos_token=eos_token)
-
-
 def _refusal(error: BaseException) -> InvalidRequestError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return InvalidRequestError(f"the chat template of this model refuses the conversation: {reason}", "messages")

@@ -104,9 +104,9 @@ def _finish(
     spelling: Spelling,
 ) -> Vocabulary:
     kinds = source.token_types or (NORMAL,) * len(source.tokens)
-    added_ids = [index for index, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED) and source.tokens[index]]
-    added = [AddedToken(source.tokens[i], normalized=False, special=kinds[i] == CONTROL) for i in added_ids]
-    special_ids = {index for index, kind in enumerate(kinds) if kind in (UNKNOWN, CONTROL)}
+    added_kinds = (UNKNOWN, CONTROL, USER_DEFINED)
+    added_ids = [index for index, kind in enumerate(kinds) if kind in added_kinds and source.tokens[index]]
+    added = [AddedToken(source.tokens[i], normalized=False, special=kinds[i] != USER_DEFINED) for i in added_ids]
     for index in (source.bos_id, source.eos_id, source.unk_id, source.pad_id):
         if index is not None and not 0 <= index < len(source.tokens):
             raise TokenizerError(f"the GGUF vocabulary names token {index}, but it has {len(source.tokens)} tokens")
@@ -116,8 +116,8 @@ def _finish(
         spelling=spelling,
         size=len(source.tokens),
         token=source.tokens.__getitem__,
-        literals={index: source.tokens[index] for index in (*added_ids, *sorted(special_ids))},
-        special_ids=frozenset(special_ids),
+        literals={index: source.tokens[index] for index in added_ids},
+        special_ids=frozenset(index for index in added_ids if kinds[index] != USER_DEFINED),
         bos_id=source.bos_id,
         eos_id=source.eos_id,
         prefix_ids=(source.bos_id,) if source.add_bos and source.bos_id is not None else (),

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable
 
 from tokenspeed.checkpoints import GgufVocabulary, TokenizerFile, TokenizerSource
-from tokenspeed.core.errors import TokenizerError
 from tokenspeed.llm.gguf_tokenizer import build_gguf
 from tokenspeed.llm.tokenizer_file import build_file
 from tokenspeed.llm.vocabulary import Vocabulary
@@ -98,13 +97,6 @@ class Tokenizer:
 
     def _is_spm_text(self, token_id: int) -> bool:
         return self._vocabulary.spelling == "spm" and not self.is_special(token_id)
-
-
-def require_tokenizer(source: TokenizerSource | None, name: str) -> Tokenizer:
-    """The tokenizer of a model; TokenizerError when the model has none."""
-    if source is None:
-        raise TokenizerError(f"{name} has no tokenizer; put its tokenizer.json beside the weights")
-    return Tokenizer.from_source(source)
 
 
 def _without_surrogates(text: str) -> str:

@@ -126,7 +126,7 @@ void bind(nb::module_& module) {
   module.doc() = "The control plane's state machine.";
   // Both an AssertionError (a bug, not a user's mistake) and a RuntimeError (survives `python -O` conventions).
   const nb::tuple bases = nb::make_tuple(nb::handle(PyExc_AssertionError), nb::handle(PyExc_RuntimeError));
-  nb::exception<CheckFailure>(module, "CheckFailure", bases);
+  nb::exception<CheckError>(module, "CheckError", bases);
 
   nb::class_<Scheduler>(module, "Scheduler")
       .def(

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "page.h"
@@ -31,7 +32,13 @@ class BlockPool {
   [[nodiscard]] BlockHash evict_oldest();
 
   [[nodiscard]] bool is_shared(DevicePage page) const { return meta(page).num_shares > 0; }
-  [[nodiscard]] bool is_indexed(DevicePage page) const { return meta(page).indexed; }
+  [[nodiscard]] std::int32_t num_shares(DevicePage page) const { return meta(page).num_shares; }
+  [[nodiscard]] bool is_free(DevicePage page) const { return meta(page).state == State::kFree; }
+  [[nodiscard]] bool is_writable(DevicePage page) const { return meta(page).state == State::kWritable; }
+  // The hash under which the prefix index names the page, if it does.
+  [[nodiscard]] std::optional<BlockHash> indexed_as(DevicePage page) const {
+    return meta(page).indexed ? std::optional(meta(page).hash) : std::nullopt;
+  }
 
   [[nodiscard]] Blocks total() const { return Blocks(static_cast<std::int64_t>(pages_.size()) - 1); }
   [[nodiscard]] Blocks num_free() const { return Blocks(static_cast<std::int64_t>(free_.size())); }

@@ -11,7 +11,7 @@
 namespace tokenspeed::control {
 
 // A bug in this library or in whoever drives it; never something a user of the engine can cause.
-class CheckFailure : public std::logic_error {
+class CheckError : public std::logic_error {
  public:
   using std::logic_error::logic_error;
 };
@@ -26,7 +26,7 @@ template <class... Values>
     message << ':';
     ((message << ' ' << values), ...);
   }
-  throw CheckFailure(message.str());
+  throw CheckError(message.str());
 }
 
 // A destructor must not throw, so a handle that is dropped while live ends the process: going on would lose a page.

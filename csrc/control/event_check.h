@@ -21,7 +21,7 @@ struct EventContext {
   std::int64_t now_ms = 0;
 };
 
-// Throws CheckFailure with the values of the first invalid event.
+// Throws CheckError with the values of the first invalid event.
 void check_events(std::span<const Event> events, const EventContext& context);
 
 }  // namespace tokenspeed::control

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed.control._control import CheckFailure, Scheduler
+from tokenspeed.control._control import CheckError, Scheduler
 from tokenspeed.core.plan import ControlStats, Int32Array, RequestKey, SequenceEvents, StepPlan, StepResult
 
-__all__ = ["CheckFailure", "ControlPlane", "Refusal"]
+__all__ = ["CheckError", "ControlPlane", "Refusal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ControlPlane:
     from 0. max_num_batched_tokens: tokens of one step, not below max_num_seqs. ageing_steps: waiting so many steps
     lifts a request past newcomers of the next sooner priority class.
 
-    Calls that are out of contract raise CheckFailure, which is an AssertionError and a RuntimeError.
+    Calls that are out of contract raise CheckError, which is an AssertionError and a RuntimeError.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ControlPlane:
 
     def apply(self) -> list[Refusal]:
         """Checks the whole queued batch, then applies it in order. Where one event is invalid none is applied, the
-        batch is dropped and CheckFailure is raised. A refused request has ended; its index may be used again."""
+        batch is dropped and CheckError is raised. A refused request has ended; its index may be used again."""
         return [
             Refusal(RequestKey(index, generation), needed, capacity)
             for index, generation, needed, capacity in self._scheduler.apply()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from tokenspeed.core.plan import Int32Array
 
-class CheckFailure(AssertionError, RuntimeError): ...
+class CheckError(AssertionError, RuntimeError): ...
 
 class Scheduler:
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that `--load-format scripted` opens, with a byte-level tokenizer written on the spot: no download, no model."""
+"""A folder that `--load-format scripted` opens, its byte-level tokenizer written on the spot: no download, no model."""
 
 from __future__ import annotations
 

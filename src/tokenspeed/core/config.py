@@ -126,11 +126,18 @@ def hub_endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or None
 
 
+_CALM_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "1"}
+
+
+def calm_own_threads() -> None:
+    """Tell OpenMP in this process not to spin either. It reads this once, when it is loaded: too late has no effect."""
+    for name, value in _CALM_OPENMP.items():
+        os.environ.setdefault(name, value)
+
+
 def child_environment(num_threads: int | None) -> dict[str, str]:
     """The environment of an engine process: ours, with OpenMP told not to spin and how many threads to use."""
-    environment = dict(os.environ)
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    environment.setdefault("KMP_BLOCKTIME", "1")
+    environment = {**_CALM_OPENMP, **os.environ}
     if num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(num_threads)
     return environment

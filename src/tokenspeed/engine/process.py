@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from tokenspeed.core.config import EngineConfig, child_environment
+from tokenspeed.core.config import EngineConfig, calm_own_threads, child_environment
 from tokenspeed.core.errors import StartError
 
 WORKER_MODULE = "tokenspeed.engine.worker"
@@ -131,6 +131,7 @@ class InProcessEngine:
 
     def _run(self, serve: Callable[[socket.socket], int] | None, sock: socket.socket) -> None:
         if serve is None:
+            calm_own_threads()
             serve = importlib.import_module(WORKER_MODULE).serve
         try:
             self._exit_code = serve(sock)

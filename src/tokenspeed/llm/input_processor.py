@@ -33,6 +33,7 @@ __all__ = [
     "default_sampling",
 ]
 
+_PRIORITY_MIN, _PRIORITY_MAX = -(2**31), 2**31 - 1
 _NO_REPLY = "no scripted reply matches the prompt; add one with an empty match to take any prompt"
 
 
@@ -139,6 +140,10 @@ class InputProcessor:
     ) -> ProcessedRequest:
         """The checked request. Raises RequestError subclasses that name the field."""
         params = checked(params, self._info.vocab_size)
+        if not _PRIORITY_MIN <= priority <= _PRIORITY_MAX:
+            raise InvalidRequestError(
+                f"priority is {priority}; it must be from {_PRIORITY_MIN} to {_PRIORITY_MAX}", "priority"
+            )
         ids = self.encode(prompt)
         params = self._fitted(params, len(ids), _PARAM[type(prompt)])
         eos_ids = () if params.ignore_eos else self._eos_ids

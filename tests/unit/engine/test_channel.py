@@ -13,22 +13,23 @@ from tokenspeed.engine.channel import Channel, ChannelClosedError
 
 
 def test_messages_arrive_whole_however_they_are_cut() -> None:
-    ours, theirs = socket.socketpair()
-    channel = Channel(theirs)
     frames = encode_frame(Cancel("first")) + encode_frame(Cancel("second"))
-    for begin in range(0, len(frames) - 1, 5):
-        ours.sendall(frames[begin : begin + 5])
-        if begin == 0:
-            assert channel.receive(0.0) == []
-    ours.sendall(frames[len(frames) // 5 * 5 :] if len(frames) % 5 == 1 else b"")
-    assert channel.receive(1.0) == [Cancel("first"), Cancel("second")]
+    for size in (1, 5, len(frames)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            channel, messages = Channel(theirs), []
+            for begin in range(0, len(frames), size):
+                ours.sendall(frames[begin : begin + size])
+                messages += channel.receive(0.0)
+            assert messages == [Cancel("first"), Cancel("second")]
 
 
 def test_receive_waits_no_longer_than_told() -> None:
-    _ours, theirs = socket.socketpair()
-    began = time.monotonic()
-    assert Channel(theirs).receive(0.05) == []
-    assert 0.04 < time.monotonic() - began < 1.0
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        began = time.monotonic()
+        assert Channel(theirs).receive(0.05) == []
+        assert 0.04 < time.monotonic() - began < 1.0
 
 
 def test_a_peer_that_went_is_noticed() -> None:
@@ -38,5 +39,5 @@ def test_a_peer_that_went_is_noticed() -> None:
     with pytest.raises(ChannelClosedError):
         channel.receive(1.0)
     with pytest.raises(ChannelClosedError):
-        for _ in range(100):
-            channel.send(Updates((), EngineStats()))
+        channel.send(Updates((), EngineStats()))
+    channel.close()

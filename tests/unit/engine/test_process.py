@@ -6,9 +6,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+
+import pytest
 
 from tokenspeed.core.config import EngineConfig, ModelConfig
 from tokenspeed.core.ipc import FrameBuffer, Shutdown, Start, StartFailed, decode_from_engine, send
@@ -26,8 +31,8 @@ def read_until_end(sock: socket.socket) -> list[object]:
 def test_importing_the_face_loads_no_torch() -> None:
     code = (
         "import sys, tokenspeed.llm.async_llm, tokenspeed.llm.llm, tokenspeed.engine.process;"
-        "loaded = [name for name in ('torch', 'tokenspeed.execution', 'tokenspeed.engine.worker') if name in sys.modules];"
-        "assert not loaded, loaded"
+        "heavy = {'torch', 'tokenspeed.execution', 'tokenspeed.engine.worker'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -72,14 +77,20 @@ def test_a_child_that_does_not_listen_is_killed() -> None:
     engine.stop()
 
 
-def test_the_socket_is_private_and_removed(tmp_path: object, monkeypatch: object) -> None:
-    import tempfile
+def test_the_socket_is_private_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only we may enter the folder while the child connects; afterwards nothing is left of it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    modes = []
+    popen = subprocess.Popen
 
-    before = set(os.listdir(tempfile.gettempdir()))
+    def note_modes(*arguments: object, **options: object) -> object:
+        modes.extend(stat.S_IMODE(folder.stat().st_mode) for folder in tmp_path.iterdir())
+        return popen(*arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", note_modes)
     engine = EngineProcess.spawn(EngineConfig())
-    left = {name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("tokenspeed-")}
     engine.stop()
-    assert not left
+    assert modes == [0o700] and not list(tmp_path.iterdir())
 
 
 def test_a_thread_engine_serves_the_same_stream() -> None:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from fakes import EOS, FakeControl, FakeMessages, FakeRunner
 
+from fakes import EOS, FakeControl, FakeMessages, FakeRunner
 from tokenspeed.core.ipc import Cancel, Finish, Shutdown, Submit, ToEngine, Updates
 from tokenspeed.core.request import (
     EngineRequest,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from scripted import write_scripted_model
 
+from scripted import write_scripted_model
 from tokenspeed.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tokenspeed.core.errors import (
     ConfigError,
@@ -30,6 +30,7 @@ from tokenspeed.engine.process import EngineProcess
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.llm.input_processor import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from tokenspeed.llm.llm import joined
+from tokenspeed.llm.output_processor import RequestStream
 from tokenspeed.llm.outputs import RequestOutput
 
 T = TypeVar("T")
@@ -224,10 +225,14 @@ def test_a_long_prompt_is_encoded_without_stopping_the_loop(run: Running) -> Non
 
 def test_a_full_queue_turns_newcomers_away(run: Running) -> None:
     async def scenario() -> None:
-        streams = []
-        with pytest.raises(OverloadedError) as caught:
-            for _ in range(300):
+        streams: list[RequestStream] = []
+
+        async def flood() -> None:
+            while len(streams) < 300:
                 streams.append(await run.llm.submit(chat("long"), SamplingParams(max_tokens=3000)))
+
+        with pytest.raises(OverloadedError) as caught:
+            await flood()
         assert caught.value.retry_after_s >= 1 and 100 <= len(streams) <= 164
         for stream in streams:
             stream.close()

@@ -8,8 +8,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
 import pytest
-from fakes import EOS, FakeRunner, FakeWorker
 
+from fakes import EOS, FakeRunner, FakeWorker
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import CapacityError, EngineDeadError, StartError, TokenSpeedError
 from tokenspeed.core.ipc import StartFailed
@@ -47,9 +47,7 @@ class Sink:
 
 def request(request_id: str, max_tokens: int = 4) -> EngineRequest:
     sampling = SamplingParams(max_tokens=max_tokens, seed=1)
-    return EngineRequest(
-        request_id=request_id, token_ids=pack_ids([1, 2]), sampling=sampling, end_token_ids=(EOS,)
-    )
+    return EngineRequest(request_id=request_id, token_ids=pack_ids([1, 2]), sampling=sampling, end_token_ids=(EOS,))
 
 
 async def started(worker: FakeWorker, progress: ProgressFn | None = None) -> EngineClient:

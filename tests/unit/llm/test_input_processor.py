@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 
 import pytest
-from fakes import BOS, EOS, VOCAB_SIZE, FakeSource, byte_tokenizer, engine_info, script
 
+from fakes import BOS, EOS, VOCAB_SIZE, FakeSource, byte_tokenizer, engine_info, script
 from tokenspeed.core.config import EngineConfig, ModelConfig
 from tokenspeed.core.errors import (
     CapacityExceededError,
@@ -214,3 +214,10 @@ def test_a_scripted_reply_is_the_first_that_matches() -> None:
 def test_a_script_without_a_match_refuses() -> None:
     with pytest.raises(RequestError, match="scripted reply"):
         process(HELLO, processor(FakeSource(script=script(("weather", "rain")))))
+
+
+def test_priority_has_bounds() -> None:
+    assert only(processor().process(HELLO, SamplingParams(), request_id="r", priority=-5)).priority == -5
+    with pytest.raises(InvalidRequestError) as caught:
+        processor().process(HELLO, SamplingParams(), request_id="r", priority=2**40)
+    assert caught.value.param == "priority"

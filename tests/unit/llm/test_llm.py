@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted import write_scripted_model
 
 import tokenspeed
+from scripted import write_scripted_model
 from tokenspeed.core.errors import ConfigError, InvalidRequestError
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm.input_processor import TextPrompt, TokensPrompt

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from fakes import EOS, FakeSource, byte_tokenizer, engine_info
 
+from fakes import EOS, FakeSource, byte_tokenizer, engine_info
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import EngineDeadError
 from tokenspeed.core.request import FinishReason, SamplingParams, SequenceUpdate, TokenLogprobs
@@ -175,9 +175,7 @@ def test_minus_infinity_is_told_as_a_number() -> None:
     harness = Harness(SamplingParams(logprobs=1))
     entry = TokenLogprobs(97, -0.0, 0, ((98, float("-inf")),))
     harness.stream.push(
-        SequenceUpdate(
-            request_id=harness.ids[0], token_ids=(97,), logprobs=(entry,), finish_reason=FinishReason.LENGTH
-        )
+        SequenceUpdate(request_id=harness.ids[0], token_ids=(97,), logprobs=(entry,), finish_reason=FinishReason.LENGTH)
     )
     (completion,) = drain(harness.stream)[-1].outputs
     assert completion.logprobs is not None and completion.logprobs[0].top[0].logprob == -9999.0

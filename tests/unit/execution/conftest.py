@@ -227,7 +227,8 @@ class Loop:
         output = handle.wait()
         self.control.advance(output.result)
         for index, logprobs, prompt in zip(owners, output.logprobs, output.prompt_logprobs, strict=False):
-            finished[index].logprobs.extend(logprobs or ())
+            if finished[index].finish == FinishCode.NONE:  # a step in flight past the end says nothing
+                finished[index].logprobs.extend(logprobs or ())
             if prompt is not None:
                 finished[index].prompt_logprobs[prompt.start :] = prompt.entries
         events = self.control.take_events()

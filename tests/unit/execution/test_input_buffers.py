@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page tables that follow deltas equal rebuilt ones, and a batch is what a plain loop makes of the same plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tokenspeed.core.plan import RowKind, StepPlan
+from tokenspeed.execution.input_buffers import InputBuffers
+from tokenspeed.execution.kv_cache import PoolSize
+
+SIZE = PoolSize(num_blocks=60, block_size=4, max_model_len=40, kv_bytes=0)
+SEATS = 5
+
+
+@pytest.fixture
+def buffers() -> InputBuffers:
+    return InputBuffers(SIZE, SEATS, (), torch.device("cpu"))
+
+
+def test_tables_that_follow_deltas_equal_rebuilt_ones(buffers: InputBuffers, tools: Any) -> None:
+    generator = np.random.default_rng(2)
+    tables: dict[int, list[int]] = {seat: [] for seat in range(SEATS)}
+    for step in range(200):
+        seated = [seat for seat in range(SEATS) if generator.random() < 0.1]
+        for seat in seated:
+            tables[seat] = []
+        delta = []
+        for seat in range(SEATS):
+            for _ in range(int(generator.integers(0, 3))):
+                if len(tables[seat]) < SIZE.blocks_per_seat:
+                    page = int(generator.integers(1, SIZE.num_blocks + 1))
+                    delta.append((seat, len(tables[seat]), page))
+                    tables[seat].append(page)
+        buffers.apply(tools.make_plan(step, [], seated=seated, pages=delta))
+        for seat, table in tables.items():
+            row = buffers.page_tables[seat].tolist()
+            assert row == table + [0] * (len(row) - len(table))
+
+
+def test_a_mixed_batch_equals_a_plain_loop(buffers: InputBuffers, tools: Any) -> None:
+    pages = [(seat, index, 1 + (seat * 11 + index * 7) % 60) for seat in range(4) for index in range(6)]
+    table = {(seat, index): page for seat, index, page in pages}
+    first = tools.make_plan(
+        0,
+        [(3, RowKind.PREFILL_LAST, 0, 9), (1, RowKind.PREFILL_LAST, 0, 4)],
+        list(range(13)),
+        seated=[0, 1, 2, 3],
+        pages=pages,
+    )
+    buffers.apply(first)
+    inputs = buffers.build(first)
+    assert inputs.batch.sample_index_S.tolist() == [8, 12]
+    buffers.commit(inputs, np.array([70, 71], dtype=np.int32))
+    # The plan's context_len of a decode row is a lower bound: the device's own length counts.
+    rows = [
+        (1, RowKind.DECODE, 2, 1),
+        (3, RowKind.DECODE, 9, 1),
+        (0, RowKind.PREFILL, 5, 6),
+        (2, RowKind.PREFILL_LAST, 0, 3),
+    ]
+    plan = tools.make_plan(1, rows, [20, 21, 22, 23, 24, 25, 30, 31, 32])
+    buffers.apply(plan)
+    inputs = buffers.build(plan)
+    batch = inputs.batch
+    context_lens = [4, 9, 5, 0]
+    positions = [
+        (seat, context + offset)
+        for (seat, _, _, query), context in zip(rows, context_lens, strict=True)
+        for offset in range(query)
+    ]
+    assert batch.token_ids_T.tolist() == [71, 70, 20, 21, 22, 23, 24, 25, 30, 31, 32]
+    assert batch.positions_T.tolist() == [position for _, position in positions]
+    assert batch.slot_mapping_T.tolist() == [table[s, p // 4] * 4 + p % 4 for s, p in positions]
+    assert batch.query_start.tolist() == [0, 1, 2, 8, 11]
+    assert batch.seq_lens_R.tolist() == [5, 10, 11, 3]
+    assert batch.block_tables_RB.tolist() == [[table[row[0], index] for index in range(3)] for row in rows]
+    assert batch.sample_index_S.tolist() == [0, 1, 10]
+    assert (batch.max_query_len, batch.max_seq_len) == (6, 11)
+    assert inputs.position_S.tolist() == [5, 10, 3]
+    assert inputs.seats_S.tolist() == [1, 3, 2]
+    assert [batch.token_ids_T.dtype, batch.positions_T.dtype, batch.slot_mapping_T.dtype] == [torch.int64] * 3
+    assert [batch.query_start.dtype, batch.seq_lens_R.dtype, batch.block_tables_RB.dtype] == [torch.int32] * 3
+
+
+def test_a_batch_is_not_changed_by_the_next_step(buffers: InputBuffers, tools: Any) -> None:
+    plan = tools.make_plan(0, [(0, 1, 0, 3)], [1, 2, 3], seated=[0], pages=[(0, 0, 9)])
+    buffers.apply(plan)
+    batch = buffers.build(plan).batch
+    buffers.apply(tools.make_plan(1, [], seated=[0], pages=[(0, 0, 10)]))
+    assert batch.block_tables_RB.tolist() == [[9]]
+
+
+def test_rows_without_sampling_and_empty_plans(buffers: InputBuffers, tools: Any) -> None:
+    plan = tools.make_plan(0, [(0, RowKind.PREFILL, 0, 3)], [1, 2, 3], seated=[0], pages=[(0, 0, 9)])
+    buffers.apply(plan)
+    inputs = buffers.build(plan)
+    assert inputs.batch.sample_index_S.shape == (0,)
+    buffers.commit(inputs, np.zeros(0, dtype=np.int32))
+    assert buffers.seq_len[0] == 3
+    assert buffers.build(tools.make_plan(1, [])).batch.token_ids_T.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"rows": [], "pages": [(0, 0, 0)]}, "null page"),
+        ({"rows": [], "pages": [(0, 0, 61)]}, "61"),
+        ({"rows": [(0, 1, 0, 1), (1, 2, 0, 1)], "token_ids": [5]}, "decode rows do not come first"),
+        ({"rows": [(0, 1, 0, 4)], "token_ids": [5]}, "1, "),
+    ],
+)
+def test_plans_out_of_contract_are_bugs(buffers: InputBuffers, tools: Any, plan: dict[str, Any], words: str) -> None:
+    made: StepPlan = tools.make_plan(0, **plan)
+
+    def run() -> None:
+        buffers.apply(made)
+        buffers.build(made)
+
+    with pytest.raises(AssertionError, match=words):
+        run()

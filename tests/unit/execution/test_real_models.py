@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real weights: greedy tokens equal transformers' in float32 on the same file, however the requests are run.
+
+The oracle reads prompt and answer in one pass; its most likely token after each prefix must be the next one of the
+answer. Where its two best logits are closer than TIE the position counts as a tie and either is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tokenspeed.core.request import SamplingParams
+
+pytestmark = [pytest.mark.models, pytest.mark.timeout(1800)]
+
+TIE = 1e-3
+NUM_TOKENS = 64
+NUM_THREADS = 2
+LONG = "\n".join(f"def step_{n}(x: int) -> int:\n    return x * {n} + step_{n - 1}(x)" for n in range(1, 30))
+TEXTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Die Katze sitzt auf der Matte und",
+    "1, 2, 4, 8, 16,",
+    "Q: Why is the sky blue?\nA: Because 🌍",
+    LONG + "\n\nclass Walker:\n    def walk(self",
+)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    torch.set_num_threads(NUM_THREADS)
+    yield
+    torch.set_num_threads(1)
+
+
+def load_tokenizer(path: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+
+
+def oracle_faults(path: Path, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> tuple[list[str], int]:
+    """What the oracle would have said otherwise, and the number of ties."""
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    faults, num_ties = [], 0
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        best, best_ids = logits.float().topk(2, dim=-1)
+        for index, token in enumerate(answer):
+            if token == best_ids[index, 0]:
+                continue
+            if token == best_ids[index, 1] and best[index, 0] - best[index, 1] < TIE:
+                num_ties += 1
+            else:
+                faults.append(f"prompt {number}, token {index}: {token}, not {best_ids[index].tolist()}")
+    return faults, num_ties
+
+
+def check_against_oracle(path: Path, tools: Any, **options: Any) -> None:
+    """Six prompts of 64 tokens, alone and all together."""
+    tokenizer = load_tokenizer(path)
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    loop = tools.Loop(tools.engine_config(path, kv_tokens=8192, num_threads=NUM_THREADS, **options))
+    try:
+        wishes = [tools.Wish(prompt, NUM_TOKENS) for prompt in prompts]
+        together = [request.token_ids for request in loop.run(wishes)]
+        alone = [loop.run([wish])[0] for wish in wishes]
+    finally:
+        loop.close()
+    assert any(request.cached_len > 0 for request in alone)
+    assert [request.token_ids for request in alone] == together
+    assert all(len(answer) == NUM_TOKENS for answer in together)
+    faults, num_ties = oracle_faults(path, prompts, together)
+    assert not faults, faults
+    assert num_ties <= 3, f"{num_ties} ties in {len(prompts) * NUM_TOKENS} tokens"
+
+
+def test_smollm2_greedy_text_equals_the_oracle(smollm2_path: Path, tools: Any) -> None:
+    check_against_oracle(smollm2_path, tools)
+
+
+def test_gemma3_greedy_text_equals_the_oracle(gemma3_path: Path, tools: Any) -> None:
+    check_against_oracle(gemma3_path, tools)
+
+
+@pytest.mark.slow
+def test_qwen_coder_greedy_text_equals_the_oracle(qwen_coder_path: Path, tools: Any) -> None:
+    check_against_oracle(qwen_coder_path, tools)
+
+
+def test_cold_warm_and_batched_runs_are_identical(smollm2_path: Path, tools: Any) -> None:
+    """SL-3: 20 prompts of 700 tokens."""
+    tokenizer = load_tokenizer(smollm2_path)
+    text = tokenizer(LONG * 8).input_ids
+    prompts = [text[17 * number : 17 * number + 700] for number in range(20)]
+    sampling = SamplingParams(temperature=0.0, seed=0, logprobs=1)
+    wishes = [tools.Wish([number + 5, *prompt[1:]], 32, sampling) for number, prompt in enumerate(prompts)]
+    others = [tools.Wish([number + 100, *text[:150]], 40) for number in range(7)]
+    loop = tools.Loop(tools.engine_config(smollm2_path, kv_tokens=20480, num_threads=NUM_THREADS))
+    try:
+        cold = [loop.run([wish])[0] for wish in wishes]
+        warm = [loop.run([wish])[0] for wish in wishes]
+        batched = [loop.run([wish, *others])[0] for wish in wishes]
+    finally:
+        loop.close()
+    assert [request.cached_len for request in cold] == [0] * len(cold)
+    for name, requests in (("warm", warm), ("batched", batched)):
+        assert all(request.cached_len > 0 for request in requests), name
+        assert [request.token_ids for request in requests] == [request.token_ids for request in cold], name
+        for mine, first in zip(requests, cold, strict=True):
+            values = [entry.logprob for entry in mine.logprobs]
+            assert values == pytest.approx([entry.logprob for entry in first.logprobs], abs=1e-4)

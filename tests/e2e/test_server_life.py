@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that leave, signals, and an engine that dies, against a real server process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from scripted import write_scripted_model
+
+LONG_REPLY = "All work and no play makes a dull day. " * 100
+LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+
+
+def long_body(content: str, *, stream: bool) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": content}], "stream": stream, **LONG}
+
+
+@pytest.fixture(scope="module")
+def server(start_module_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    replies = [("brief", "A short answer."), ("", LONG_REPLY)]
+    folder = write_scripted_model(tmp_path_factory.mktemp("life") / "model", replies, step_s=0.004)
+    flags = ("--load-format", "scripted", "--max-num-batched-tokens", "64", "--kv-tokens", "65536")
+    return start_module_server(str(folder), *flags)
+
+
+def test_lc_1_clients_that_leave_free_everything_fifty_times(server: Any) -> None:
+    fresh = server.chat("brief, with a prefix " + "y" * 600).json()["choices"][0]["message"]["content"]
+    server.wait_until_idle()
+    for turn in range(50):
+        prefill = "y" * 4000 + str(turn)
+        match turn % 3:
+            case 0:
+                server.hang_up(long_body(f"stream {turn}", stream=True), after_s=0.02, read=True)
+            case 1:
+                server.hang_up(long_body(f"whole {turn}", stream=False), after_s=0.5 if turn == 1 else 0.05)
+            case _:
+                server.hang_up(long_body(prefill, stream=turn % 2 == 0), after_s=0.04)
+        server.wait_until_idle(2.0)
+    again = server.chat("brief, with a prefix " + "y" * 600).json()["choices"][0]["message"]["content"]
+    assert again == fresh == "A short answer."
+    server.wait_until_idle()
+
+
+def test_lc_1_many_clients_that_leave_at_once(server: Any) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        for kind in range(16):
+            body = long_body(f"crowd {kind} " + "z" * 200 * (kind % 3), stream=kind % 2 == 0)
+            pool.submit(server.hang_up, body, after_s=0.1 + 0.01 * kind)
+    server.wait_until_idle(2.0)
+    assert server.chat("brief").json()["choices"][0]["message"]["content"] == "A short answer."
+
+
+def test_requests_are_logged_in_one_line(server: Any) -> None:
+    response = server.chat("brief and logged")
+    line = next(line for line in server.log.splitlines() if response.json()["id"] in line)
+    for words in ("prompt ", "cached ", "generated 16", "ttft 0.", "tok/s", "finish stop"):
+        assert words in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_server_and_engine_in_order(start_server: Any, tmp_path: Path, number: signal.Signals) -> None:
+    folder = write_scripted_model(tmp_path / "model", [("", "ok")], step_s=0.02)
+    server = start_server(str(folder), "--load-format", "scripted")
+    engine = engine_pid(server.process.pid)
+    answers: list[httpx.Response] = []
+    caller = threading.Thread(target=lambda: answers.append(server.chat("x", max_tokens=40, ignore_eos=True)))
+    caller.start()
+    while server.metric("num_requests_running") == 0.0:
+        time.sleep(0.01)
+    assert server.stop(number) == 0
+    caller.join(10.0)
+    assert answers[0].json()["usage"]["completion_tokens"] == 40, "a running request may finish"
+    assert not Path(f"/proc/{engine}").exists()
+    assert "Traceback" not in server.log
+
+
+def test_a_dead_engine_takes_the_server_with_it(start_server: Any, tmp_path: Path) -> None:
+    folder = write_scripted_model(tmp_path / "model", [("", "ok")], step_s=0.02)
+    server = start_server(str(folder), "--load-format", "scripted")
+    answers: list[httpx.Response] = []
+    caller = threading.Thread(target=lambda: answers.append(server.chat("x", max_tokens=400, ignore_eos=True)))
+    caller.start()
+    while server.metric("num_requests_running") == 0.0:
+        time.sleep(0.01)
+    os.kill(engine_pid(server.process.pid), signal.SIGKILL)
+    assert server.process.wait(20.0) == 1
+    caller.join(10.0)
+    assert answers[0].status_code == 503
+    last = server.log.splitlines()[-1]
+    assert last.startswith("error: the engine has ended")
+    assert "SIGKILL" in last
+    assert "Traceback" not in server.log
+
+
+def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:
+    folder = write_scripted_model(tmp_path / "model", [("", "ok")])
+    command = [sys.executable, "-m", "tokenspeed.cli", "serve", str(folder), "--load-format", "scripted", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not children(process.pid):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20.0)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "ready" not in out
+
+
+def test_two_servers_cannot_have_one_port(server: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenspeed.cli", "serve", str(tmp_path / "none"), "--port", str(server.port)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60.0)
+    assert done.returncode == 1
+    assert f"127.0.0.1:{server.port} is in use" in done.stderr
+    assert server.client.get("/health").status_code == 200
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5.0):
+        pass
+
+
+def children(pid: int) -> list[int]:
+    """Child processes of `pid`."""
+    found: list[int] = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in listing.read_text().split()]
+    return found
+
+
+def engine_pid(pid: int) -> int:
+    """The engine of a server."""
+    (engine,) = children(pid)
+    return engine

@@ -68,32 +68,27 @@ def _spm(source: GgufVocabulary) -> Vocabulary:
     vocab = {token: index for index, token in enumerate(source.tokens)}
     unknown = source.tokens[source.unk_id] if source.unk_id is not None else None
     model = models.BPE(vocab, _spm_merges(source), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
-    if source.add_space_prefix:
-        steps.insert(0, normalizers.Prepend(_SPACE))
-    return _finish(source, model, normalizers.Sequence(steps), None, "spm")
+    return _finish(source, model, normalizers.Replace(" ", _SPACE), None, "spm")
 
 
 def _spm_merges(source: GgufVocabulary) -> list[tuple[str, str]]:
     """All pairs of pieces that make a piece, best score first.
 
     SentencePiece merges the adjacent pair whose union has the best score, the leftmost of equals. Control, byte and
-    user-defined pieces never come from a merge. Of pairs with equal scores the one with the longer left part comes
-    first, which is what leftmost-first amounts to in runs of one character.
+    user-defined pieces never come from a merge. Of equal scores the longer piece comes first, of equal pieces the
+    longer left part: that is what leftmost-first amounts to in runs of one character.
     """
     scores = {
         token: score
         for token, score, kind in zip(source.tokens, source.scores, source.token_types, strict=True)
         if kind in (NORMAL, UNUSED)
     }
-    ranked = [
-        (-score, -cut, cut - len(token), token)
-        for token, score in scores.items()
-        for cut in range(1, len(token))
+    return [
+        (token[:cut], token[cut:])
+        for token in sorted(scores, key=lambda piece: (-scores[piece], -len(piece)))
+        for cut in range(len(token) - 1, 0, -1)
         if token[:cut] in scores and token[cut:] in scores
     ]
-    ranked.sort()
-    return [(token[:-negative_cut], token[-negative_cut:]) for _, negative_cut, _, token in ranked]
 
 
 def _finish(
@@ -107,6 +102,7 @@ def _finish(
     added_kinds = (UNKNOWN, CONTROL, USER_DEFINED)
     added_ids = [index for index, kind in enumerate(kinds) if kind in added_kinds and source.tokens[index]]
     added = [AddedToken(source.tokens[i], normalized=False, special=kinds[i] != USER_DEFINED) for i in added_ids]
+    has_lead = spelling == "spm" and source.add_space_prefix
     for index in (source.bos_id, source.eos_id, source.unk_id, source.pad_id):
         if index is not None and not 0 <= index < len(source.tokens):
             raise TokenizerError(f"the GGUF vocabulary names token {index}, but it has {len(source.tokens)} tokens")
@@ -122,5 +118,6 @@ def _finish(
         eos_id=source.eos_id,
         prefix_ids=(source.bos_id,) if source.add_bos and source.bos_id is not None else (),
         suffix_ids=(source.eos_id,) if source.add_eos and source.eos_id is not None else (),
-        strips_space=spelling == "spm" and source.add_space_prefix,
+        strips_space=has_lead,
+        lead=" " if has_lead else "",
     )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from tokenizers import Tokenizer as Engine
+
 from tokenspeed.checkpoints import GgufVocabulary, TokenizerFile, TokenizerSource
 from tokenspeed.llm.gguf_tokenizer import build_gguf
 from tokenspeed.llm.tokenizer_file import build_file
@@ -25,6 +27,7 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._bytes: dict[int, bytes] = {}
+        self._added = {True: tuple(vocabulary.literals.values()), False: _ordinary(vocabulary.plain)}
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
@@ -48,7 +51,10 @@ class Tokenizer:
         """
         vocabulary = self._vocabulary
         engine = vocabulary.engine if parse_special else vocabulary.plain
-        ids: list[int] = engine.encode(_without_surrogates(text), add_special_tokens=False).ids
+        text = _without_surrogates(text)
+        if vocabulary.lead and text and not text.startswith(self._added[parse_special]):
+            text = vocabulary.lead + text
+        ids: list[int] = engine.encode(text, add_special_tokens=False).ids
         if not add_special_tokens:
             return ids
         prefix, suffix = list(vocabulary.prefix_ids), list(vocabulary.suffix_ids)
@@ -97,6 +103,11 @@ class Tokenizer:
 
     def _is_spm_text(self, token_id: int) -> bool:
         return self._vocabulary.spelling == "spm" and not self.is_special(token_id)
+
+
+def _ordinary(plain: Engine) -> tuple[str, ...]:
+    """The added tokens that are looked for in data too."""
+    return tuple(token.content for token in plain.get_added_tokens_decoder().values() if not token.special)
 
 
 def _without_surrogates(text: str) -> str:

@@ -44,6 +44,7 @@ def build_file(source: TokenizerFile) -> Vocabulary:
         prefix_ids=_wanted(prefix_ids, bos_id, source.config.get("add_bos_token"), at_front=True),
         suffix_ids=_wanted(suffix_ids, eos_id, source.config.get("add_eos_token"), at_front=False),
         strips_space=spelling == "spm" and _strips_space(parsed.get("decoder")),
+        lead="",
     )
 
 

@@ -29,7 +29,8 @@ class Vocabulary:
     """What Tokenizer needs. engine matches all added tokens; plain takes the text of markup as ordinary text.
 
     prefix_ids and suffix_ids surround a text that is encoded with special tokens. literals: the exact text of each
-    added token. strips_space: encoding puts a space before a text, so decoding a whole text drops it.
+    added token. strips_space: encoding puts a space before a text, so decoding a whole text drops it. lead: what goes
+    before a text that does not begin with an added token, where the engine does not see to it.
     """
 
     engine: Tokenizer
@@ -44,6 +45,7 @@ class Vocabulary:
     prefix_ids: tuple[int, ...]
     suffix_ids: tuple[int, ...]
     strips_space: bool
+    lead: str
 
 
 def assemble(

@@ -166,7 +166,8 @@ def _decoder(gguf: GgufFile, metadata: Metadata, arch: str, rope_theta: float = 
     """The fields that all dense decoders share."""
     hidden_size = metadata.need_int(f"{arch}.embedding_length")
     num_heads = metadata.need_int(f"{arch}.attention.head_count")
-    num_kv_heads = metadata.find_int(f"{arch}.attention.head_count_kv") or num_heads
+    kv_key = f"{arch}.attention.head_count_kv"
+    num_kv_heads = metadata.need_int(kv_key) if metadata.has(kv_key) else num_heads
     rotary_dim = metadata.find_int(f"{arch}.rope.dimension_count")
     head_dim = metadata.find_int(f"{arch}.attention.key_length") or rotary_dim or hidden_size // num_heads
     if rotary_dim is not None and rotary_dim != head_dim:

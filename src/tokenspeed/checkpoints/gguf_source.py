@@ -29,6 +29,12 @@ def open_gguf(path: Path) -> OpenedModel:
     config = config_of(gguf)
     check_tensors(gguf)
     vocabulary = read_vocabulary(gguf)
+    vocab_size = config["vocab_size"]
+    assert isinstance(vocab_size, int), f"vocab_size is {vocab_size!r}"
+    if vocabulary is not None and len(vocabulary.tokens) > vocab_size:
+        raise CheckpointError(
+            f"{path}: the vocabulary has {len(vocabulary.tokens)} tokens, but the embedding only {vocab_size} rows"
+        )
     return OpenedModel(
         path=path,
         config=config,

@@ -7,9 +7,11 @@ text carries its own BOS, so it is encoded without adding one.
 
 from __future__ import annotations
 
-import re
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import jinja2
 
@@ -18,7 +20,6 @@ from tokenspeed.chat.jinja_sandbox import OUTPUT_CHARS_MAX, RENDER_S_MAX, Templa
 from tokenspeed.chat.messages import malformed_calls_as_text, normalise_messages
 from tokenspeed.core.errors import InvalidRequestError, TokenizerError
 
-_TESTS_CONTENT_FOR_NONE = re.compile(r"content(?:['\"]\s*\])?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -29,6 +30,33 @@ _RENDER_ERRORS = (
     ValueError,
 )
 _PROBE = "tokenspeed-probe"
+_PROBE_VALUE = "probe-value"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a template wants what can be written in several ways: text as a list of parts, the absent content of a
+    message with tool calls as None, tool-call arguments as JSON text."""
+
+    parts: bool = False
+    none_content: bool = False
+    text_arguments: bool = False
+    developer: bool = False
+
+    def adapt(self, message: Mapping[str, object]) -> dict[str, object]:
+        """A normalised message in this shape."""
+        result = dict(message)
+        if result.get("role") == "developer" and not self.developer:
+            result["role"] = "system"
+        calls = result.get("tool_calls")
+        if isinstance(calls, list) and self.text_arguments:
+            result["tool_calls"] = [_with_text_arguments(call) for call in calls]
+        content = result.get("content")
+        if content == "" and calls and self.none_content:
+            result["content"] = None
+        elif self.parts and isinstance(content, str) and content:
+            result["content"] = [{"type": "text", "text": content}]
+        return result
 
 
 class ChatTemplate:
@@ -49,9 +77,7 @@ class ChatTemplate:
                 "give a working one with --chat-template FILE"
             ) from error
         self._names = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
-        self._wants_none = _TESTS_CONTENT_FOR_NONE.search(source) is not None
-        self._knows_developer = "developer" in source
-        self._wants_parts = self._probe_parts()
+        self._shape = self._probe(developer="developer" in source)
 
     def render(
         self,
@@ -62,33 +88,39 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. kwargs reach the template by name (chat_template_kwargs of a request).
 
-        Raises InvalidRequestError when the template refuses the conversation.
+        Tool calls whose arguments are not an object are shown as text, in the content if the template takes nothing
+        else. Raises InvalidRequestError when the template refuses the conversation.
         """
         chat = normalise_messages(messages)
-        variables = {
-            **self._names,
-            **kwargs,
-            "tools": [dict(tool) for tool in tools] if tools else None,
-            "documents": kwargs.get("documents"),
-            "add_generation_prompt": add_generation_prompt,
-        }
+        variables = self._variables(tools, add_generation_prompt, kwargs)
         try:
-            return self._run(chat, variables)
+            return self._run(chat, self._shape, variables)
         except _RENDER_ERRORS as error:
             mended = malformed_calls_as_text(chat)
             if mended is None:
                 raise _refusal(error) from error
         try:
-            return self._run(mended, variables)
+            return self._run(mended, self._shape, variables)
         except _RENDER_ERRORS as error:
             raise _refusal(error) from error
 
-    def _run(self, chat: Iterable[dict[str, object]], variables: Mapping[str, object]) -> str:
+    def _variables(
+        self, tools: Sequence[Tool] | None, add_generation_prompt: bool, kwargs: Mapping[str, object]
+    ) -> dict[str, object]:
+        return {
+            **self._names,
+            "documents": None,
+            **kwargs,
+            "tools": [dict(tool) for tool in tools] if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def _run(self, chat: Iterable[Mapping[str, object]], shape: _Shape, variables: Mapping[str, object]) -> str:
         """Render piece by piece, so that a runaway template ends at the limits."""
         deadline = time.monotonic() + RENDER_S_MAX
         pieces: list[str] = []
         num_chars = 0
-        for piece in self._template.generate({**variables, "messages": [self._adapt(message) for message in chat]}):
+        for piece in self._template.generate({**variables, "messages": [shape.adapt(message) for message in chat]}):
             pieces.append(piece)
             num_chars += len(piece)
             if num_chars > OUTPUT_CHARS_MAX or time.monotonic() > deadline:
@@ -97,31 +129,56 @@ class ChatTemplate:
                 )
         return "".join(pieces)
 
-    def _adapt(self, message: dict[str, object]) -> dict[str, object]:
-        """The one message in the shape that this template reads."""
-        if message.get("role") == "developer" and not self._knows_developer:
-            message = {**message, "role": "system"}
-        content = message.get("content")
-        if content == "" and self._wants_none and message.get("tool_calls"):
-            return {**message, "content": None}
-        if self._wants_parts and isinstance(content, str) and content:
-            return {**message, "content": [{"type": "text", "text": content}]}
-        return message
+    def _probe(self, developer: bool) -> _Shape:
+        """The first shape in which a text, and then a tool call, is shown; templates do not say it otherwise."""
+        parts = not self._shows(_TEXT_CHAT, _Shape()) and self._shows(_TEXT_CHAT, _Shape(parts=True))
+        for none_content, text_arguments in product((False, True), repeat=2):
+            shape = _Shape(parts, none_content, text_arguments, developer)
+            if self._shows(_CALL_CHAT, shape):
+                return shape
+        return _Shape(parts, developer=developer)
 
-    def _probe_parts(self) -> bool:
-        """Whether the template shows text only when it comes as a list of parts."""
-        self._wants_parts = False
-        if self._shows_probe():
-            return False
-        self._wants_parts = True
-        return self._shows_probe()
-
-    def _shows_probe(self) -> bool:
-        variables = {**self._names, "tools": None, "documents": None, "add_generation_prompt": True}
+    def _shows(self, chat: Sequence[Message], shape: _Shape) -> bool:
         try:
-            return _PROBE in self._run([{"role": "user", "content": _PROBE}], variables)
+            text = self._run(normalise_messages(chat), shape, self._variables([_PROBE_TOOL], True, {}))
         except _RENDER_ERRORS:
             return False
+        return _PROBE in text and (chat is _TEXT_CHAT or _PROBE_VALUE in text)
+
+
+_TEXT_CHAT: Sequence[Message] = ({"role": "user", "content": _PROBE},)
+_CALL_CHAT: Sequence[Message] = (
+    {"role": "user", "content": "go"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "probe0001",
+                "type": "function",
+                "function": {"name": _PROBE, "arguments": {"key": _PROBE_VALUE}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "probe0001", "name": "probe", "content": "done"},
+)
+_PROBE_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A tool",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": "A key"}}},
+    },
+}
+
+
+def _with_text_arguments(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _refusal(error: BaseException) -> InvalidRequestError:

@@ -86,6 +86,31 @@ def test_a_signal_ends_server_and_engine_in_order(start_server: Any, tmp_path: P
     assert "Traceback" not in server.log
 
 
+def test_a_second_signal_drops_what_still_runs(start_server: Any, tmp_path: Path) -> None:
+    folder = write_scripted_model(tmp_path / "model", [("", "ok")], step_s=0.05)
+    server = start_server(str(folder), "--load-format", "scripted")
+    answers: list[int | str] = []
+
+    def call() -> None:
+        try:
+            answers.append(server.chat("x", max_tokens=4000, ignore_eos=True).status_code)
+        except httpx.HTTPError as error:
+            answers.append(type(error).__name__)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    while server.metric("num_requests_running") == 0.0:
+        time.sleep(0.01)
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    began = time.monotonic()
+    assert server.stop(signal.SIGINT) == 0
+    assert time.monotonic() - began < 6.0
+    caller.join(10.0)
+    assert answers in ([503], ["RemoteProtocolError"], ["ReadError"]), "a dropped request must not look finished"
+    assert "Traceback" not in server.log
+
+
 def test_a_dead_engine_takes_the_server_with_it(start_server: Any, tmp_path: Path) -> None:
     folder = write_scripted_model(tmp_path / "model", [("", "ok")], step_s=0.02)
     server = start_server(str(folder), "--load-format", "scripted")

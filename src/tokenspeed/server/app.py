@@ -10,6 +10,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 from starlette.applications import Starlette
@@ -73,9 +74,12 @@ def create_app(llm: ServedLLM, config: ServerConfig, *, patience: Patience | Non
 
 
 def served_name(llm: ServedLLM) -> str:
-    """What the model is called on the wire."""
+    """What the model is called on the wire: for a local file or folder its own name, not where it lies."""
     model = llm.config.model
-    return model.served_name or model.model
+    if model.served_name:
+        return model.served_name
+    path = Path(model.model).expanduser()
+    return path.name.removesuffix(".gguf") if path.name and path.exists() else model.model
 
 
 def _routes(served: Served) -> list[Route]:
@@ -218,7 +222,7 @@ def _card(served: Served) -> ModelCard:
     return ModelCard(
         id=served.model_name,
         created=served.created,
-        root=served.llm.config.model.model,
+        root=served.model_name,
         max_model_len=served.llm.info.max_model_len,
     )
 

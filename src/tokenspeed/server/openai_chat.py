@@ -20,6 +20,9 @@ from tokenspeed.server.sampling import SamplingFields, request_priority, samplin
 from tokenspeed.server.served import Served, ServedLLM
 from tokenspeed.server.sse import DONE, data_frame
 
+# What the request itself says to the template.
+_OWN_TEMPLATE_NAMES = ("self", "messages", "tools", "add_generation_prompt")
+
 
 class ContentPart(msgspec.Struct):
     """A part of a message's content."""
@@ -292,6 +295,9 @@ def _params(body: ChatBody, llm: ServedLLM) -> SamplingParams:
 
 
 def _template_kwargs(body: ChatBody) -> dict[str, object]:
+    for name in _OWN_TEMPLATE_NAMES:
+        if name in (body.chat_template_kwargs or {}):
+            raise InvalidRequestError(f"chat_template_kwargs may not set {name!r}", "chat_template_kwargs")
     kwargs: dict[str, object] = {}
     if body.reasoning_effort is not None:
         kwargs["reasoning_effort"] = body.reasoning_effort

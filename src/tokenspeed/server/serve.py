@@ -27,8 +27,10 @@ from tokenspeed.server.app import create_app, served_name
 ProgressFn = Callable[[str, int, int, str], None]
 
 _DRAIN_S = 10
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they never meet a closing one
 _WATCH_EVERY_S = 0.25
 _BACKLOG = 2048
+_PORT_MAX = 65535
 _log = logging.getLogger(__name__)
 
 
@@ -57,11 +59,13 @@ def serve(serving: Serving) -> int:
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound TCP socket. Raises PortInUseError or ConfigError."""
+    if not 0 <= port <= _PORT_MAX:
+        raise ConfigError(f"--host {host} --port {port}: a port is 0 to {_PORT_MAX}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (socket.gaierror, OverflowError):
+    except socket.gaierror:
         raise ConfigError(
             f"--host {host} --port {port}: no such address; use a name or address of this machine"
         ) from None
@@ -132,6 +136,7 @@ async def _serve_http(serving: Serving, sock: socket.socket, llm: AsyncLLM, stop
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=_DRAIN_S,
+        timeout_keep_alive=_KEEP_ALIVE_S,
     )
     server = _Server(config)
     serving.announce(banner(llm.info, served_name(llm), address_of(sock, serving.server.host)))

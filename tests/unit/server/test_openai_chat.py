@@ -124,6 +124,14 @@ def test_text_and_parts_are_one_thing(shared: Any) -> None:
     assert ids[0] == ids[1]
 
 
+def test_template_arguments_reach_the_template(start: Any) -> None:
+    template = "{{ enable_thinking }}/{{ reasoning_effort }}/{{ mood }}/{{ add_generation_prompt }}"
+    server = start(source=FakeSource(chat_template=template))
+    body = {"messages": USER, "reasoning_effort": "none", "chat_template_kwargs": {"mood": "calm"}}
+    ids = server.client.post("/tokenize", json={**body, "add_generation_prompt": False}).json()["tokens"]
+    assert server.client.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "False/none/calm/False"
+
+
 def test_tools_and_history_are_rendered(start: Any) -> None:
     template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
     server = start(source=FakeSource(chat_template=template))
@@ -157,6 +165,9 @@ def test_tools_and_history_are_rendered(start: Any) -> None:
         ({"use_beam_search": True}, "use_beam_search"),
         ({"best_of": 2}, "best_of"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"messages": [{"role": "zzz", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real instruct model behind real HTTP: conversations, many streams, a pool that is far too small, clients that go."""
+"""A real instruct model behind real HTTP: conversations, 64 streams, a tiny pool, and clients that go."""
 
 from __future__ import annotations
 

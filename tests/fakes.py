@@ -37,23 +37,23 @@ EOS, BOS, VOCAB_SIZE = 256, 257, 260
 
 
 def byte_vocabulary() -> GgufVocabulary:
-    """One token a byte, then <eos>, <bos>, <mark> (control) and 🧪 (a token of its own)."""
+    """One token a byte, then <eos>, <bos>, <mark> (control) and `a-DEF`, an ordinary token of several characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     spelled = {byte: chr(byte) for byte in printable}
     others = [byte for byte in range(256) if byte not in spelled]
     spelled.update({byte: chr(0x100 + rank) for rank, byte in enumerate(others)})
-    tokens = (*(spelled[byte] for byte in range(256)), "<eos>", "<bos>", "<mark>", "<pad>")
+    tokens = (*(spelled[byte] for byte in range(256)), "<eos>", "<bos>", "<mark>", "a-DEF")
     return GgufVocabulary(
         model="gpt2",
         pre="default",
         tokens=tokens,
         scores=(),
-        token_types=(1,) * 256 + (3,) * 4,
+        token_types=(1,) * 256 + (3,) * 3 + (1,),
         merges=(),
         bos_id=BOS,
         eos_id=EOS,
         unk_id=None,
-        pad_id=259,
+        pad_id=None,
         add_bos=True,
         add_eos=False,
         add_space_prefix=False,

@@ -20,8 +20,8 @@ def write_scripted_model(
     tokens.mkdir(parents=True)
     alphabet = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<bos>", special=True)])
     tokenizer.save(str(tokens / "tokenizer.json"))
     names = {"eos_token": "<eos>", "bos_token": "<bos>", "chat_template": TEMPLATE}

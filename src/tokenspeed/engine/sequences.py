@@ -75,7 +75,7 @@ class Record:
         self._generated.extend(token_ids)
         logprobs, self._logprobs = self._logprobs[: len(token_ids)], []
         code = FinishCode(finish)
-        ended_by_token = code is FinishCode.STOP and not self.ending and bool(token_ids)
+        ended_by_token = code is FinishCode.STOP and bool(token_ids)
         return SequenceUpdate(
             request_id=self.request.request_id,
             token_ids=tuple(token_ids),

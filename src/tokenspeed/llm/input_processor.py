@@ -126,7 +126,7 @@ class InputProcessor:
         """The prompt's token ids, each known to the model. Raises InvalidRequestError."""
         match prompt:
             case TextPrompt(text, add_special_tokens):
-                ids = self._single_bos(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+                ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             case ChatPrompt():
                 ids = self._tokenizer.encode(self.render(prompt), add_special_tokens=False)
             case TokensPrompt(token_ids):
@@ -159,11 +159,6 @@ class InputProcessor:
         )
         sequences = tuple(_sequence(whole, index) for index in range(params.n))
         return ProcessedRequest(tuple(ids), params, sequences, frozenset(self._eos_ids))
-
-    def _single_bos(self, ids: list[int]) -> list[int]:
-        """A text that already begins with the BOS token's text gets no second one."""
-        bos = self._tokenizer.bos_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:
         vocab_size = self._info.vocab_size

@@ -51,6 +51,7 @@ def test_a_model_that_is_not_there_is_told_in_one_line() -> None:
 
 def test_the_child_survives_ctrl_c_and_ends_with_its_parents_stream() -> None:
     engine = EngineProcess.spawn(EngineConfig())
+    assert os.getpgid(engine.pid) != os.getpgid(0)  # a terminal's Ctrl-C reaches us alone
     os.kill(engine.pid, signal.SIGINT)
     time.sleep(0.1)
     assert engine.is_alive()

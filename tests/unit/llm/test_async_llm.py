@@ -38,6 +38,7 @@ REPLIES = (
     ("emoji", "naïve 🧪 東京"),
     ("stop", "alpha-DEFGHIJ-omega"),
     ("near miss", "alpha-DEFGHIX-omega"),
+    ("count", "".join(f"{number} " for number in range(60))),
     ("long", "0123456789" * 400),
     ("", "fine"),
 )
@@ -65,10 +66,10 @@ class Running:
             await asyncio.sleep(0.01)
 
 
-def config(folder: Path, **scheduler: int) -> EngineConfig:
+def config(folder: Path, kv_tokens: int = 16_384, **scheduler: int) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(folder), load_format="scripted"),
-        cache=CacheConfig(kv_tokens=16_384),
+        cache=CacheConfig(kv_tokens=kv_tokens),
         scheduler=SchedulerConfig(**scheduler),
     )
 
@@ -239,6 +240,22 @@ def test_a_full_queue_turns_newcomers_away(run: Running) -> None:
         await run.idle()
 
     run(scenario())
+
+
+def test_a_small_pool_preempts_and_still_finishes_everything(folder: Path) -> None:
+    """Text and log-probabilities are as on an idle engine: preempted requests go on where they were."""
+    with started(config(folder, kv_tokens=1024)) as run:
+
+        async def scenario() -> list[RequestOutput]:
+            return await asyncio.gather(*(run.whole(chat("count"), logprobs=0) for _ in range(32)))
+
+        outputs = run(scenario())
+        assert run.llm.stats.num_preemptions > 0
+        for output in outputs:
+            (completion,) = output.outputs
+            assert completion.text == dict(REPLIES)["count"] and completion.logprobs is not None
+            assert b"".join(entry.token.bytes for entry in completion.logprobs) == completion.text.encode()
+        run(run.idle())
 
 
 def test_a_killed_engine_is_told_to_everyone(folder: Path) -> None:

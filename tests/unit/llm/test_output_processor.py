@@ -19,7 +19,7 @@ from tokenspeed.llm.llm import joined
 from tokenspeed.llm.output_processor import RequestStream
 from tokenspeed.llm.outputs import CompletionOutput, RequestOutput
 
-MARK = 258
+MARK, LONG = 258, 259
 TOKENIZER = byte_tokenizer()
 
 
@@ -169,6 +169,25 @@ def test_logprobs_of_a_cut_text_are_cut_with_it() -> None:
     for chunk in (1, 3, 100):
         completion = run("añb STOP c".encode(), chunk, logprobs=0, stop=("STOP",))
         assert entry_bytes(completion) == completion.text.encode() == "añb ".encode()
+
+
+def test_a_cut_inside_a_token_cuts_its_entry() -> None:
+    """`a-DEF` holds the begin of the stop string: only `a-` is said, by text and entries alike."""
+    harness = Harness(SamplingParams(logprobs=0, stop=("DEFG",)))
+    for token_id in (120, LONG, 71):
+        harness.push([token_id])
+    assert harness.finished == [(harness.ids[0], 3)]
+    (completion,) = joined(drain(harness.stream)).outputs
+    assert completion.text == "xa-" and entry_bytes(completion) == b"xa-"
+
+
+def test_a_skipped_token_has_an_entry_without_bytes() -> None:
+    harness = Harness(SamplingParams(logprobs=0))
+    harness.push([97, MARK, 98, MARK, EOS], finish=FinishReason.STOP)
+    (completion,) = joined(drain(harness.stream)).outputs
+    assert completion.text == "ab" and entry_bytes(completion) == b"ab"
+    assert completion.logprobs is not None
+    assert [entry.token.text for entry in completion.logprobs] == ["a", "<mark>", "b", "<mark>"]
 
 
 def test_minus_infinity_is_told_as_a_number() -> None:

@@ -18,7 +18,7 @@ def build(_ctx: KernelContext) -> Kernel:
         assert slots_T.dtype is torch.int64, slots_T.dtype
         for source, pages in ((k_TGK, k_pages), (v_TGK, v_pages)):
             assert source.dtype is pages.dtype, (source.dtype, pages.dtype)
-            assert source.stride(2) == 1 and pages.stride(3) == 1, (source.stride(), pages.stride())
+            assert source.stride(2) == pages.stride(3) == 1, (source.stride(), pages.stride())
             kernel(
                 source.data_ptr(),
                 pages.data_ptr(),

@@ -27,9 +27,8 @@ def build(_ctx: KernelContext) -> Kernel:
         num_tokens, num_heads, head_dim = q_THK.shape
         num_kv_heads = k_pages.shape[2]
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-        assert q_THK.dtype is k_pages.dtype and q_THK.dtype is v_pages.dtype, (q_THK.dtype, k_pages.dtype)
-        assert query_start.dtype is torch.int32 and seq_lens_R.dtype is torch.int32
-        assert block_tables_RB.dtype is torch.int32
+        assert q_THK.dtype == k_pages.dtype == v_pages.dtype, (q_THK.dtype, k_pages.dtype, v_pages.dtype)
+        assert query_start.dtype == seq_lens_R.dtype == block_tables_RB.dtype == torch.int32
         assert q_THK.stride(2) == k_pages.stride(3) == v_pages.stride(3) == 1
         out_THK = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THK.dtype)
         kernel(

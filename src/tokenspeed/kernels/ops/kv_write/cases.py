@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of kv_write: nothing to write, one token, heads inside a wider row, pages inside a wider pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tokenspeed.kernels.conformance import Case, Cost, Tolerance
+
+TOLERANCE = {torch.float32: Tolerance(0.0, 0.0), torch.bfloat16: Tolerance(0.0, 0.0)}
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for num_tokens, num_heads, head_dim, block_size in ((0, 1, 8, 8), (1, 1, 1, 8), (9, 3, 20, 16), (200, 2, 64, 32)):
+        shape = (20, block_size, num_heads, head_dim)
+        k_pages, v_pages = torch.full(shape, float("nan"), dtype=dtype), torch.full(shape, float("nan"), dtype=dtype)
+        k_TGK, v_TGK = torch.randn(2, num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+        slots_T = torch.randperm(19 * block_size, generator=generator)[:num_tokens] + block_size
+        name = f"{num_tokens}x{num_heads}x{head_dim}"
+        yield Case(name, (k_TGK, v_TGK, k_pages, v_pages, slots_T), mutated=(2, 3))
+    fused_TN = torch.randn(3, 5, 16, generator=generator).to(dtype)
+    pool = torch.zeros(12, 8, 2, 3, 16, dtype=dtype)
+    slots_T = torch.tensor([95, 8, 40])
+    arguments = (fused_TN[:, 1:3], fused_TN[:, 3:5], pool[:, :, :, 0], pool[:, :, :, 2], slots_T)
+    yield Case("fused-heads-strided-pages", arguments, mutated=(2, 3))
+
+
+def cost(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Cost:
+    return Cost(0, 4 * num_tokens * num_kv_heads * head_dim * itemsize)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of linear: empty, one row, every tile remainder, strided rows, inputs longer than a block of the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tokenspeed.kernels.conformance import Case, Cost, Row, Tolerance
+
+TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
+_SHAPES = (
+    (0, 5, 7),
+    (1, 1, 1),
+    (1, 37, 64),
+    (2, 9, 100),
+    (3, 50, 31),
+    (5, 24, 8),
+    (7, 3, 513),
+    (97, 31, 40),
+    (6, 65, 1100),
+)
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for num_rows, num_outputs, num_inputs in _SHAPES:
+        x_TD = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
+        weight_ND = (torch.randn(num_outputs, num_inputs, generator=generator) * num_inputs**-0.5).to(dtype)
+        bias_N = torch.randn(num_outputs, generator=generator).to(dtype) if num_rows % 2 else None
+        name = f"{num_rows}x{num_outputs}x{num_inputs}"
+        yield Case(name, (x_TD, weight_ND, bias_N), rows=_rows(x_TD, weight_ND, bias_N))
+    wide_TD = torch.randn(6, 200, generator=generator).to(dtype)
+    weight_ND = torch.randn(20, 96, generator=generator).to(dtype)[:, 5:85]
+    yield Case("strided", (wide_TD[::2, 17:97], weight_ND, None))
+    yield Case("float32-out", (wide_TD[:2, :80], weight_ND, None, torch.float32))
+
+
+def cost(num_rows: int, num_outputs: int, num_inputs: int, itemsize: int) -> Cost:
+    elements = num_rows * num_inputs + num_outputs * num_inputs + num_rows * num_outputs
+    return Cost(2 * num_rows * num_outputs * num_inputs, elements * itemsize)
+
+
+def _rows(x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None) -> tuple[Row, ...]:
+    def row(index: int) -> Row:
+        return Row((x_TD[index : index + 1], weight_ND, bias_N), {}, lambda y_TN: y_TN[index : index + 1])
+
+    return tuple(row(index) for index in range(x_TD.shape[0]))

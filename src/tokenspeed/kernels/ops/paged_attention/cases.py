@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of paged_attention: rows of every kind side by side over scattered pages of a poisoned pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tokenspeed.kernels.conformance import Case, Cost, Row, Tolerance
+
+TOLERANCE = {torch.float32: Tolerance(1e-4, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """rows: (query_len, seq_len). num_padding: query tokens that belong to no row."""
+
+    rows: Sequence[tuple[int, int]]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 8
+    window: int | None = None
+    soft_cap: float | None = None
+    num_padding: int = 0
+
+
+_SHAPES: Mapping[str, _Shape] = {
+    "no-rows": _Shape(()),
+    "one-token": _Shape(((1, 1),)),
+    "decode": _Shape(((1, 37), (1, 8), (1, 9), (1, 64))),
+    "prefill": _Shape(((5, 5), (33, 33), (1, 1))),
+    "mixed": _Shape(((1, 50), (17, 40), (0, 12), (3, 19), (40, 40), (1, 2)), num_padding=3),
+    "odd-head": _Shape(((1, 21), (9, 30)), head_dim=20, num_heads=3, num_kv_heads=1),
+    "tiny-head": _Shape(((1, 5), (4, 4)), head_dim=1, num_heads=1, num_kv_heads=1),
+    "wide-head": _Shape(((1, 40), (6, 40)), head_dim=256, num_heads=4, num_kv_heads=1, block_size=16),
+    "window-1": _Shape(((1, 40), (20, 33)), window=1),
+    "window-7": _Shape(((1, 40), (20, 33), (1, 3)), window=7),
+    "window-64": _Shape(((1, 300), (70, 200)), window=64, block_size=64),
+    "soft-cap": _Shape(((1, 40), (20, 33)), soft_cap=3.0),
+    "long": _Shape(((1, 2500), (33, 1100)), num_heads=3, num_kv_heads=1, block_size=16),
+    "long-window": _Shape(((1, 2500), (3, 1100)), num_heads=3, num_kv_heads=1, window=700),
+    "large-blocks": _Shape(((1, 129), (2, 128)), block_size=128),
+}
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    for name, shape in _SHAPES.items():
+        yield _case(name, shape, dtype)
+
+
+def cost(pairs: int, kv_tokens: int, shape: tuple[int, int, int], itemsize: int) -> Cost:
+    """pairs: (query, key) positions attended; kv_tokens: cached tokens read; shape: (H, G, K)."""
+    num_heads, num_kv_heads, head_dim = shape
+    return Cost(4 * pairs * num_heads * head_dim, 2 * kv_tokens * num_kv_heads * head_dim * itemsize)
+
+
+def _case(name: str, shape: _Shape, dtype: torch.dtype) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(query_len for query_len, _ in shape.rows) + shape.num_padding
+    fused = torch.randn(num_tokens, shape.num_heads + 2, shape.head_dim, generator=generator).to(dtype)
+    tables_RB, k_pages, v_pages = _pool(shape, dtype, generator)
+    starts = [0]
+    for query_len, _ in shape.rows:
+        starts.append(starts[-1] + query_len)
+    keywords = {
+        "query_start": torch.tensor(starts, dtype=torch.int32),
+        "seq_lens_R": torch.tensor([seq_len for _, seq_len in shape.rows], dtype=torch.int32),
+        "block_tables_RB": tables_RB,
+        "scale": 1.7 * shape.head_dim**-0.5,
+        "window": shape.window,
+        "soft_cap": shape.soft_cap,
+    }
+    args = (fused[:, : shape.num_heads], k_pages, v_pages)
+    rows = [_row(args, keywords, row, token) for row in range(len(shape.rows)) for token in range(shape.rows[row][0])]
+    return Case(name, args, keywords, rows=tuple(rows[:: max(1, len(rows) // 24)]))
+
+
+def _row(args: tuple[torch.Tensor, ...], keywords: Mapping[str, object], row: int, token: int) -> Row:
+    """One token of a row as a decode of its own, as if the row had been cut just after it."""
+    starts, seq_lens, tables = (keywords[name] for name in ("query_start", "seq_lens_R", "block_tables_RB"))
+    assert isinstance(starts, torch.Tensor)
+    assert isinstance(seq_lens, torch.Tensor)
+    assert isinstance(tables, torch.Tensor)
+    index = int(starts[row]) + token
+    seq_len = int(seq_lens[row]) - (int(starts[row + 1]) - index) + 1
+    alone = {
+        **keywords,
+        "query_start": torch.tensor([0, 1], dtype=torch.int32),
+        "seq_lens_R": torch.tensor([seq_len], dtype=torch.int32),
+        "block_tables_RB": tables[row : row + 1],
+    }
+    return Row((args[0][index : index + 1], *args[1:]), alone, lambda out_THK: out_THK[index : index + 1])
+
+
+def _pool(
+    shape: _Shape, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Block tables and K, V pages: scattered, NaN wherever no row has a token that some query may see."""
+    blocks = [-(-seq_len // shape.block_size) for _, seq_len in shape.rows]
+    num_pages = sum(blocks) + 3
+    order = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
+    tables_RB = torch.zeros(len(blocks), max(blocks, default=0) + 1, dtype=torch.int32)
+    pool = torch.full((2, num_pages, shape.block_size, shape.num_kv_heads, shape.head_dim), float("nan"), dtype=dtype)
+    for row, (query_len, seq_len) in enumerate(shape.rows):
+        pages = [order.pop() for _ in range(blocks[row])]
+        tables_RB[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        first_seen = 0 if shape.window is None else max(0, seq_len - query_len - shape.window + 1)
+        for position in range(first_seen, seq_len):
+            page, offset = pages[position // shape.block_size], position % shape.block_size
+            values = torch.randn(2, shape.num_kv_heads, shape.head_dim, generator=generator)
+            pool[:, page, offset] = values.to(dtype)
+    return tables_RB, pool[0], pool[1]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every solution of every op agrees with the op's reference; a new file in an op's folder joins by existing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed.kernels.conformance import Case, Tolerance
+from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution, bind, op_names, solutions_of
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def cases_module(op: str) -> Any:
+    return importlib.import_module(f"tokenspeed.kernels.ops.{op}.cases")
+
+
+def contenders() -> list[Any]:
+    """(op, solution, dtype) for all but references."""
+    found = []
+    for op in op_names():
+        for solution in solutions_of(op):
+            for dtype in DTYPES:
+                if solution.band is not Band.REFERENCE:
+                    found.append(pytest.param(op, solution, dtype, id=f"{op}-{solution.name}-{str(dtype)[6:]}"))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN, so that an element which a kernel forgets shows."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def built(op: str, solution: Solution, dtype: torch.dtype) -> Any:
+    support = solution.supports(KernelContext("cpu", dtype))
+    if isinstance(support, Reason):
+        pytest.skip(support.text)
+    return solution.build(KernelContext("cpu", dtype))
+
+
+def copied(value: object) -> Any:
+    """A copy that keeps strides, offset and what lies between the elements."""
+    if isinstance(value, torch.Tensor):
+        return value.new_empty(0).set_(
+            value.untyped_storage().clone(), value.storage_offset(), value.size(), value.stride()
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {item.name: copied(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return dataclasses.replace(value, **changes)
+    return value
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [tensor for item in dataclasses.fields(value) for tensor in tensors_in(getattr(value, item.name))]
+    return []
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a view lies in."""
+    return tensor.new_empty(0).set_(
+        tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes() // tensor.itemsize,)
+    )
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> None:
+    assert actual.dtype is expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True)
+
+
+def check(case: Case, kernel: Any, reference: Any, tolerance: Tolerance) -> Any:
+    theirs, ours = copied_args(case), copied_args(case)
+    expected, actual = reference(*theirs, **case.keywords), kernel(*ours, **case.keywords)
+    expected_tensors, actual_tensors = tensors_in(expected), tensors_in(actual)
+    assert len(expected_tensors) == len(actual_tensors)
+    for ours_result, theirs_result in zip(actual_tensors, expected_tensors, strict=True):
+        assert_close(ours_result, theirs_result, tolerance)
+    for index, before in enumerate(case.args):
+        if isinstance(before, torch.Tensor):
+            after = theirs[index] if index in case.mutated else before
+            assert_close(whole(ours[index]), whole(after), tolerance if index in case.mutated else Tolerance(0.0, 0.0))
+    return actual
+
+
+def copied_args(case: Case) -> list[Any]:
+    return [copied(value) for value in case.args]
+
+
+@pytest.mark.parametrize(("op", "solution", "dtype"), contenders())
+def test_agrees_with_the_reference(op: str, solution: Solution, dtype: torch.dtype) -> None:
+    kernel = built(op, solution, dtype)
+    module = cases_module(op)
+    reference = bind(op, KernelContext("cpu", dtype, {op: "reference"})).call
+    for case in module.cases(dtype):
+        try:
+            check(case, kernel, reference, module.TOLERANCE[dtype])
+        except AssertionError as error:
+            raise AssertionError(f"{op}/{solution.name} on {case.name}: {error}") from error
+
+
+@pytest.mark.parametrize(("op", "solution", "dtype"), contenders())
+def test_keeps_its_promises_of_determinism_and_batch_invariance(
+    op: str, solution: Solution, dtype: torch.dtype
+) -> None:
+    kernel = built(op, solution, dtype)
+    for case in cases_module(op).cases(dtype):
+        result = tensors_in(kernel(*copied_args(case), **case.keywords))
+        again = tensors_in(kernel(*copied_args(case), **case.keywords))
+        if solution.deterministic:
+            assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True)), case.name
+        for row in case.rows if solution.batch_invariant else ():
+            alone = tensors_in(kernel(*row.args, **row.keywords))
+            assert torch.equal(alone[0], row.select(result[0])), f"{case.name}: a row depends on its batch"
+
+
+@pytest.mark.parametrize("op", sorted({param.values[0] for param in contenders()}))
+def test_reference_has_cases_and_finite_answers(op: str) -> None:
+    module = cases_module(op)
+    for dtype in DTYPES:
+        reference = bind(op, KernelContext("cpu", dtype, {op: "reference"})).call
+        names = [case.name for case in module.cases(dtype)]
+        assert len(names) == len(set(names)) >= 3
+        for case in module.cases(dtype):
+            for tensor in tensors_in(reference(*copied_args(case), **case.keywords)):
+                assert math.isfinite(float(tensor.double().sum())), case.name

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tokenspeed.kernels.ops import sampling
-from tokenspeed.kernels.ops.sampling import Draws, Edits, Filters, Penalties, SamplingInputs, reference
+from tokenspeed.kernels.ops.sampling import Draws, Edits, Filters, Penalties, SamplingInputs, cases, reference
 from tokenspeed.kernels.ops.sampling.reference import noise, sample
 
 NUM_DRAWS = 20_000
@@ -218,3 +218,10 @@ def test_a_tiny_temperature_is_greedy() -> None:
     logits_SV = torch.randn(50, 30, generator=torch.Generator().manual_seed(8))
     params = SamplingInputs(draws(50, sampling.GREEDY_BELOW / 2))
     assert torch.equal(sample(logits_SV, params).token_ids_S, logits_SV.argmax(-1))
+
+
+def test_each_row_of_each_case_stands_alone() -> None:
+    for case in cases.cases(torch.float32):
+        whole = sample(*case.args).token_ids_S  # type: ignore[arg-type]
+        for row in case.rows:
+            assert torch.equal(sample(*row.args).token_ids_S, row.select(whole)), case.name  # type: ignore[arg-type]

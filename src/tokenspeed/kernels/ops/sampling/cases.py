@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of sampling: empty, one row, odd and large vocabularies, every part alone and all together, views, faults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from tokenspeed.kernels.conformance import Case, Cost, Row, Tolerance
+from tokenspeed.kernels.ops.sampling import Draws, Edits, Filters, Penalties, SamplingInputs
+
+TOLERANCE = {torch.float32: Tolerance(0.0, 0.0), torch.bfloat16: Tolerance(0.0, 0.0)}
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    """dtype is the model's; logits are float32 whatever it is."""
+    del dtype
+    generator = torch.Generator().manual_seed(0)
+
+    def logits(num_rows: int, vocab_size: int) -> torch.Tensor:
+        return torch.randn(num_rows, vocab_size, generator=generator) * 4
+
+    yield _case("none", logits(0, 9), SamplingInputs())
+    for num_rows, vocab_size in ((1, 1), (1, 7), (3, 577), (5, 40_000)):
+        logits_SV = logits(num_rows, vocab_size)
+        yield _case(f"{num_rows}x{vocab_size}-greedy", logits_SV, SamplingInputs())
+        yield _case(f"{num_rows}x{vocab_size}-open", logits_SV, SamplingInputs(_draws(num_rows)))
+        yield _case(f"{num_rows}x{vocab_size}-filtered", logits_SV, SamplingInputs(_draws(num_rows, True)))
+    edited = SamplingInputs(None, _penalties(generator, (4, 0, 2), 90), _edits())
+    yield _case("edited", logits(6, 90), edited)
+    yield _case("all", logits(6, 90), SamplingInputs(_draws(6, True), edited.penalties, edited.edits))
+    yield _case("strided", logits(8, 200)[::2, 3:160], SamplingInputs(_draws(4, True)))
+    yield _case("equals", torch.ones(4, 300), SamplingInputs(_draws(4, True)))
+    faulty_SV = logits(5, 65)
+    faulty_SV[1, 64], faulty_SV[2, 0], faulty_SV[3] = math.nan, math.inf, -math.inf
+    yield _case("faulty", faulty_SV, SamplingInputs(_draws(5)))
+
+
+def cost(num_rows: int, vocab_size: int) -> Cost:
+    """Greedy: one pass over the logits."""
+    return Cost(num_rows * vocab_size, 4 * num_rows * vocab_size)
+
+
+def _draws(num_rows: int, has_filters: bool = False) -> Draws:
+    index_S = torch.arange(num_rows)
+    filters = Filters(
+        torch.tensor([0, 3, 50, 0, 700])[index_S % 5],
+        torch.tensor([0.9, 1.0, 0.5, 0.999])[index_S % 4],
+        torch.tensor([0.0, 0.02, 0.0])[index_S % 3],
+    )
+    temperature_S = torch.tensor([0.7, 1.0, 0.0, 1.6])[index_S % 4]
+    return Draws(temperature_S, index_S * 7919 - (1 << 62), index_S + 11, filters if has_filters else None)
+
+
+def _penalties(generator: torch.Generator, rows: tuple[int, ...], vocab_size: int) -> Penalties:
+    shape = (len(rows), vocab_size)
+    return Penalties(
+        torch.tensor(rows),
+        torch.randint(0, 3, shape, generator=generator, dtype=torch.int32),
+        torch.rand(shape, generator=generator) < 0.2,
+        torch.linspace(-0.5, 1.0, len(rows)),
+        torch.linspace(0.0, 0.7, len(rows)),
+        torch.linspace(1.0, 1.5, len(rows)),
+    )
+
+
+def _edits() -> Edits:
+    values_N = torch.tensor([3.0, -2.0, 1.0, -math.inf, 100.0])
+    return Edits(torch.tensor([0, 0, 0, 3, 5]), torch.tensor([4, 4, 89, 17, 0]), values_N)
+
+
+def _case(name: str, logits_SV: torch.Tensor, inputs: SamplingInputs) -> Case:
+    is_whole = inputs.penalties is not None or inputs.edits is not None
+    num_rows = 0 if is_whole else len(logits_SV)
+    return Case(name, (logits_SV, inputs), rows=tuple(_row(logits_SV, inputs.draws, row) for row in range(num_rows)))
+
+
+def _row(logits_SV: torch.Tensor, draws: Draws | None, row: int) -> Row:
+    part = slice(row, row + 1)
+    alone = None
+    if draws is not None:
+        filters = draws.filters
+        if filters is not None:
+            filters = Filters(filters.top_k_S[part], filters.top_p_S[part], filters.min_p_S[part])
+        alone = Draws(draws.temperature_S[part], draws.seed_S[part], draws.position_S[part], filters)
+    return Row((logits_SV[part], SamplingInputs(alone)), {}, lambda token_ids_S: token_ids_S[part])

@@ -121,9 +121,7 @@ async def _chat_completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_chat.ChatBody, served.config.body_bytes_max)
     headers = _model_headers(served, body)
     conversation = openai_chat.read_conversation(body, served.llm)
-    job = Job(
-        new_id("chatcmpl"), [conversation.prompt()], conversation.params, "messages", priority=conversation.priority
-    )
+    job = Job(new_id("chatcmpl"), [conversation.prompt()], conversation.params, priority=conversation.priority)
     headers["x-request-id"] = job.request_id
     if body.stream:
         return EventStream(openai_chat.chunk_frames(served, job, body), served.patience.ping_s, headers)
@@ -136,7 +134,7 @@ async def _completions(served: Served, request: Request) -> Response:
     headers = _model_headers(served, body)
     prompts = openai_completions.read_prompts(body)
     params = openai_completions.read_params(body, served.llm)
-    job = Job(new_id("cmpl"), prompts, params, "prompt", priority=request_priority(body))
+    job = Job(new_id("cmpl"), prompts, params, priority=request_priority(body))
     headers["x-request-id"] = job.request_id
     if body.stream:
         return EventStream(openai_completions.chunk_frames(served, job, body), served.patience.ping_s, headers)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tokenspeed.core.errors import CapacityExceededError, ContextLengthError, OverloadedError, RequestError
+from tokenspeed.core.errors import OverloadedError, RequestError
 from tokenspeed.core.request import FinishReason, SamplingParams
 from tokenspeed.llm.input_processor import Prompt
 from tokenspeed.llm.outputs import CompletionOutput, LogprobEntry, RequestOutput
@@ -41,12 +41,11 @@ class Usage(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one HTTP request asks of the engine. param: the field that holds the prompt, for error messages."""
+    """What one HTTP request asks of the engine."""
 
     request_id: str
     prompts: Sequence[Prompt]
     params: SamplingParams
-    param: str
     priority: int = 0
 
     @property
@@ -113,10 +112,6 @@ async def pieces(served: Served, job: Job, tally: Tally) -> AsyncGenerator[Piece
                 yield _piece(job, prompt_index, output)
         if len(tally.finished) < job.num_choices:
             raise GenerationError("the engine ended the request before it was finished")
-    except (ContextLengthError, CapacityExceededError) as error:
-        error.param = job.param
-        watch.refused(error)
-        raise
     except (RequestError, OverloadedError) as error:
         watch.refused(error)
         raise

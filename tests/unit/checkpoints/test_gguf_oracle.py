@@ -64,6 +64,8 @@ def test_smollm2(smollm2_path: Path) -> None:
     check_against_transformers(smollm2_path)
 
 
+# transformers alone takes half a minute to read the 262,144 tokens.
+@pytest.mark.slow
 def test_gemma3(gemma3_path: Path) -> None:
     check_against_transformers(gemma3_path)
 

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends, preemption, faults and steps in flight: no request and no block is lost, whatever comes when."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenspeed.control import CheckError
+from tokenspeed.core.plan import FinishCode, RequestKey, RowKind
+
+
+def assert_idle(driver):
+    driver.run()
+    stats = driver.plane.stats()
+    assert (stats.num_running, stats.num_waiting, stats.used_blocks) == (0, 0, 0)
+    assert not driver.plane.has_work()
+
+
+def test_a_small_pool_under_many_requests_preempts_and_finishes_all(new_driver, depth, after):
+    driver = new_driver(depth, num_blocks=64, max_num_seqs=32, max_num_batched_tokens=256)
+    prompts = {index: list(range(index * 50, index * 50 + 40 + index)) for index in range(32)}
+    for index, prompt in prompts.items():
+        driver.submit(index, prompt, 60)
+    driver.run()
+    for index, prompt in prompts.items():
+        assert driver.sequences[RequestKey(index, 0)].generated == after(prompt, 60), index
+    assert driver.plane.stats().num_preemptions > 0
+    assert_idle(driver)
+
+
+def test_the_last_to_come_gives_way_and_resumes_with_what_it_said(new_driver, depth, after):
+    driver = new_driver(depth, num_blocks=5, max_model_len=200)
+    first = driver.submit(0, range(100, 131), 40)
+    second = driver.submit(1, range(200, 215), 30)
+    driver.run()
+    assert driver.sequences[first].num_seatings == 1
+    assert driver.sequences[second].num_seatings > 1
+    assert driver.sequences[second].generated == after(list(range(200, 215)), 30)
+    assert driver.finished[0] == first
+
+
+def test_a_later_class_gives_way_even_if_it_came_first(new_driver):
+    driver = new_driver(num_blocks=5, max_model_len=200)
+    later = driver.submit(0, range(100, 131), 40, priority=1)
+    driver.step()
+    sooner = driver.submit(1, range(200, 215), 40)
+    driver.run()
+    assert driver.sequences[sooner].num_seatings == 1
+    assert driver.sequences[later].num_seatings > 1
+
+
+def test_the_first_in_line_gets_on_at_every_step(new_driver, depth):
+    driver = new_driver(depth, num_blocks=12, max_num_seqs=8, max_model_len=150)
+    first = driver.submit(0, range(10), 120)
+    for index in range(1, 8):
+        driver.submit(index, range(100 * index, 100 * index + 20), 100)
+    stalls = 0
+    while driver.sequences[first].finish is FinishCode.NONE:
+        before = len(driver.sequences[first].generated)
+        driver.step()
+        stalls = stalls + 1 if len(driver.sequences[first].generated) == before else 0
+        assert stalls <= 3
+    driver.run()
+    assert len(driver.finished) == 8
+
+
+def start_prefill(driver, key):
+    driver.step()
+    assert driver.plans[-1][-1][1] == RowKind.PREFILL
+
+
+def start_prefill_in_flight(driver, key):
+    driver.apply()
+    driver.plan()
+
+
+def start_decode(driver, key):
+    while not driver.sequences[key].generated:
+        driver.step()
+
+
+def start_decode_in_flight(driver, key):
+    start_decode(driver, key)
+    driver.plan()
+
+
+def stay_queued(driver, key):
+    driver.apply()
+
+
+STATES = [stay_queued, start_prefill, start_prefill_in_flight, start_decode, start_decode_in_flight]
+
+
+@pytest.mark.parametrize("reach", STATES)
+def test_cancel_takes_effect_in_every_state(new_driver, reach):
+    driver = new_driver()
+    key = driver.submit(0, range(150), 50)
+    reach(driver, key)
+    driver.plane.cancel(key)
+    driver.apply()
+    assert driver.sequences[key].finish is FinishCode.CANCELLED
+    assert all(row[0] != 0 for row in (driver.plan() or _Empty).rows)
+    assert_idle(driver)
+
+
+class _Empty:
+    rows = ()
+
+
+def test_cancel_of_a_preempted_request(new_driver, depth):
+    driver = new_driver(depth, num_blocks=5, max_model_len=200)
+    driver.submit(0, range(100, 131), 40)
+    victim = driver.submit(1, range(200, 215), 40)
+    while driver.plane.stats().num_preemptions == 0:
+        driver.step()
+    driver.plane.cancel(victim)
+    driver.apply()
+    assert driver.sequences[victim].finish is FinishCode.CANCELLED
+    assert_idle(driver)
+
+
+@pytest.mark.parametrize("reach", [start_decode, start_decode_in_flight])
+def test_finish_with_a_step_in_flight_drops_what_comes_after(new_driver, reach):
+    driver = new_driver()
+    key = driver.submit(0, range(30), 50)
+    reach(driver, key)
+    generated = list(driver.sequences[key].generated)
+    driver.plane.finish(key, len(generated))
+    driver.apply()
+    assert driver.sequences[key].finish is FinishCode.STOP
+    assert_idle(driver)
+    assert driver.sequences[key].generated == generated
+
+
+def test_blocks_and_seat_stay_until_the_step_in_flight_retires(new_driver):
+    driver = new_driver(num_blocks=4, max_num_seqs=1)
+    key = driver.submit(0, range(60), 50)
+    driver.apply()
+    driver.plan()
+    driver.plane.cancel(key)
+    driver.submit(1, range(500, 520), 2)
+    driver.apply()
+    assert driver.plane.stats().used_blocks == 4
+    assert driver.plan() is None
+    assert driver.plane.has_work()
+    driver.advance()
+    assert driver.plane.stats().used_blocks == 0
+    driver.run()
+    assert driver.finished == [key, RequestKey(1, 0)]
+
+
+def test_a_step_in_flight_is_not_planned_past_a_certain_end(new_driver):
+    driver = new_driver(1)
+    key = driver.submit(0, range(30), 1)
+    driver.apply()
+    assert driver.plan() is not None
+    assert driver.plan() is None
+    driver.run()
+    assert len(driver.sequences[key].generated) == 1
+
+
+def test_at_most_two_steps_are_in_flight(new_driver):
+    driver = new_driver(1)
+    driver.submit(0, range(30), 9)
+    driver.apply()
+    driver.plan()
+    driver.plan()
+    with pytest.raises(CheckError, match="in flight"):
+        driver.plane.next_plan()
+
+
+def test_decode_is_planned_on_a_token_that_is_still_in_flight(new_driver):
+    driver = new_driver(1)
+    driver.submit(0, range(30), 9)
+    driver.apply()
+    driver.plan()
+    rows = driver.plan().rows.tolist()
+    assert [row[1:4] for row in rows] == [[RowKind.DECODE, 30, 1]]
+
+
+def test_a_row_fault_ends_that_request_only(new_driver, depth):
+    driver = new_driver(depth)
+    bad = driver.submit(0, range(30), 20)
+    good = driver.submit(1, range(30, 60), 20)
+    start_decode(driver, bad)
+    driver.bad_rows = {bad}
+    driver.run()
+    assert driver.sequences[bad].finish is FinishCode.FAULT
+    assert driver.sequences[good].finish is FinishCode.LENGTH
+    assert_idle(driver)
+
+
+def test_nothing_that_a_faulted_step_wrote_ever_matches(new_driver):
+    driver = new_driver(max_num_batched_tokens=32)
+    key = driver.submit(0, range(90), 20)
+    driver.step()
+    driver.bad_step = True
+    driver.step()
+    driver.bad_step = False
+    assert driver.sequences[key].finish is FinishCode.FAULT
+    again = driver.submit(0, range(90), 20, generation=1)
+    driver.run()
+    assert driver.sequences[again].cached_len == 32
+    assert_idle(driver)
+
+
+def test_a_faulted_step_ends_all_its_requests_and_no_other(new_driver):
+    driver = new_driver(max_num_seqs=2)
+    keys = [driver.submit(index, [index + 9] * 20, 5) for index in range(3)]
+    driver.bad_step = True
+    driver.step()
+    driver.bad_step = False
+    driver.run()
+    assert [driver.sequences[key].finish for key in keys] == [FinishCode.FAULT, FinishCode.FAULT, FinishCode.LENGTH]
+
+
+def test_a_late_result_never_reaches_the_next_user_of_an_index(new_driver, after):
+    driver = new_driver()
+    old = driver.submit(0, range(30), 20)
+    start_decode_in_flight(driver, old)
+    driver.plane.cancel(old)
+    driver.apply()
+    new = driver.submit(0, range(40, 70), 4, generation=1)
+    driver.apply()
+    driver.advance()
+    assert driver.sequences[new].generated == []
+    driver.run()
+    assert driver.sequences[new].generated == after(list(range(40, 70)), 4)
+
+
+def test_events_for_an_earlier_generation_leave_the_index_alone(new_driver):
+    driver = new_driver()
+    old = driver.submit(0, range(30), 1)
+    driver.run()
+    new = driver.submit(0, range(30), 3, generation=1)
+    driver.apply()
+    driver.plane.cancel(old)
+    driver.plane.finish(old, 0)
+    driver.plane.retain(old, 100)
+    driver.plane.release(old)
+    driver.run()
+    assert driver.sequences[new].finish is FinishCode.LENGTH
+    driver.submit(0, range(3), generation=1)
+    with pytest.raises(CheckError, match="latest generation"):
+        driver.apply()
+
+
+def test_a_crowded_cache_counts_shared_blocks_once(new_driver, depth):
+    driver = new_driver(depth, num_blocks=12, max_num_seqs=6, max_model_len=150)
+    driver.submit(0, range(96), 1)
+    driver.run()
+    for index in range(1, 6):
+        driver.submit(index, [*range(96), *range(1000 * index, 1000 * index + 4)], 20)
+    driver.run()
+    cached = [driver.sequences[RequestKey(index, 0)].cached_len for index in range(1, 6)]
+    assert cached[:2] == [96, 96]
+    assert_idle(driver)

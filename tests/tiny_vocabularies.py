@@ -68,25 +68,31 @@ def spm(*, add_space_prefix: bool = True, add_bos: bool = True) -> GgufVocabular
     )
 
 
-def spm_merge_by_rule(vocabulary: GgufVocabulary, text: str) -> list[int]:
+class SpmByRule:
     """SentencePiece BPE on text without added tokens: join the best-scoring adjacent pair, the leftmost of equals,
     until no pair makes a piece; what is not a piece falls back to its bytes. Quadratic, for tests."""
-    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    normal = {token for token, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=True) if kind == 1}
-    if not text:
-        return []
-    symbols = list((" " + text if vocabulary.add_space_prefix else text).replace(" ", "▁"))
-    while True:
-        candidates = [
-            (-vocabulary.scores[ids[left + right]], place)
+
+    def __init__(self, vocabulary: GgufVocabulary) -> None:
+        self._has_prefix = vocabulary.add_space_prefix
+        self._scores = vocabulary.scores
+        self._ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+        self._pieces = {token: i for token, i in self._ids.items() if vocabulary.token_types[i] == 1}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without BOS."""
+        if not text:
+            return []
+        symbols = list((" " + text if self._has_prefix else text).replace(" ", "▁"))
+        while candidates := [
+            (-self._scores[self._pieces[left + right]], place)
             for place, (left, right) in enumerate(pairwise(symbols))
-            if left + right in normal
-        ]
-        if not candidates:
-            break
-        place = min(candidates)[1]
-        symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
-    result: list[int] = []
-    for symbol in symbols:
-        result += [ids[symbol]] if symbol in normal else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
-    return result
+            if left + right in self._pieces
+        ]:
+            place = min(candidates)[1]
+            symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+        return [token_id for symbol in symbols for token_id in self._symbol_ids(symbol)]
+
+    def _symbol_ids(self, symbol: str) -> list[int]:
+        if symbol in self._pieces:
+            return [self._pieces[symbol]]
+        return [self._ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]

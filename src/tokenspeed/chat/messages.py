@@ -125,4 +125,4 @@ def _call_text(call: object) -> str:
     function = _function(call)
     if function is None:
         return str(call)
-    return f"{function.get('name', '')} {function.get('arguments', '')}".strip()
+    return f"{function.get('name', '')} {function.get('arguments', '')}"

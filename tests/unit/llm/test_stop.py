@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenspeed.llm.stop import StopScanner
@@ -45,6 +45,7 @@ def cut(text: str, rng: random.Random) -> list[str]:
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="abcd", max_size=40), STOPS, st.booleans(), st.randoms(use_true_random=False))
 def test_any_split_gives_what_the_rule_gives(
     text: str, stop: tuple[str, ...], include: bool, rng: random.Random
@@ -55,6 +56,7 @@ def test_any_split_gives_what_the_rule_gives(
     assert run(StopScanner(stop, include), cut(text, rng)) == expected
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="abc", max_size=30), STOPS)
 def test_held_text_is_exactly_the_longest_end_that_begins_a_stop_string(text: str, stop: tuple[str, ...]) -> None:
     scanner = StopScanner(stop)

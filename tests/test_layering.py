@@ -46,9 +46,7 @@ def lint(root: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    shutil.copytree(
-        ROOT / "src", tmp_path / "src", ignore=lambda _, names: [n for n in names if n in ("__pycache__",)]
-    )
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=lambda _, names: [n for n in names if n in ("__pycache__",)])
     return tmp_path
 
 

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tidy import FILE_LINES_MAX, FUNCTION_LINES_MAX, faults
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "tokenspeed"
-sys.path.insert(0, str(ROOT / "tests"))
-
-from tidy import FILE_LINES_MAX, FUNCTION_LINES_MAX, faults  # noqa: E402
-
 HEADER = '# SPDX-License-Identifier: Apache-2.0\n"""A room."""\n'
 
 

@@ -20,8 +20,6 @@ from typing import Any
 import httpx
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 _ADDRESS = re.compile(r"address\s+http://127\.0\.0\.1:(\d+)")
 _IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_used_blocks")
 

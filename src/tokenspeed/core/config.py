@@ -79,7 +79,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if cache.kv_tokens is not None:
             _require(
                 cache.kv_tokens >= 2 * block_size,
-                f"--kv-tokens {cache.kv_tokens}: the KV pool is too small for one request; give at least {2 * block_size}",
+                f"--kv-tokens {cache.kv_tokens}: the KV pool is too small for one request; "
+                f"give at least {2 * block_size}",
             )
         _require(0.0 < cache.memory_fraction <= 0.95, f"--memory-fraction {cache.memory_fraction}: use 0.05 to 0.95")
         _require(1 <= scheduler.max_num_seqs <= 4096, f"--max-num-seqs {scheduler.max_num_seqs}: use 1 to 4096")

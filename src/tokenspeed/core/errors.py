@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that a user can cause and mend. A bug is an assertion, never one of these.
 
-    TokenSpeedError
-    ├── StartError                 one line on stderr, non-zero exit; nothing is served
-    │   ├── ConfigError            a flag or a combination of flags
-    │   ├── ModelNotFoundError     no such path, alias or hub id
-    │   ├── UnsupportedModelError  architecture, tensor type or feature; names what is supported
-    │   ├── CheckpointError        corrupt, truncated, missing or surplus tensors
-    │   ├── TokenizerError         missing or unknown tokenizer
-    │   ├── CapacityError          KV pool or memory too small; carries the numbers
-    │   └── PortInUseError         the address is taken
-    ├── RequestError               400 with `param` and `code`; only this request ends
-    │   ├── InvalidRequestError    a field is wrong
-    │   ├── ContextLengthError     prompt longer than the window; carries both counts
-    │   └── CapacityExceededError  can never fit the KV pool; carries both counts
-    ├── OverloadedError            429 with Retry-After
-    └── EngineDeadError            the engine process ended; 503
+TokenSpeedError
+├── StartError                 one line on stderr, non-zero exit; nothing is served
+│   ├── ConfigError            a flag or a combination of flags
+│   ├── ModelNotFoundError     no such path, alias or hub id
+│   ├── UnsupportedModelError  architecture, tensor type or feature; names what is supported
+│   ├── CheckpointError        corrupt, truncated, missing or surplus tensors
+│   ├── TokenizerError         missing or unknown tokenizer
+│   ├── CapacityError          KV pool or memory too small; carries the numbers
+│   └── PortInUseError         the address is taken
+├── RequestError               400 with `param` and `code`; only this request ends
+│   ├── InvalidRequestError    a field is wrong
+│   ├── ContextLengthError     prompt longer than the window; carries both counts
+│   └── CapacityExceededError  can never fit the KV pool; carries both counts
+├── OverloadedError            429 with Retry-After
+└── EngineDeadError            the engine process ended; 503
 """
 
 from __future__ import annotations

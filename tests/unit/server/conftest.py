@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fakes import FakeSource, FakeWorker, byte_tokenizer, engine_info
 from tokenspeed.core.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig

@@ -21,8 +21,8 @@ _IGNORED = ("original/*", "onnx/*", "consolidated*", "metal/*")
 
 
 def fetch(hub_id: str, revision: str | None, progress: ProgressFn | None, *, with_weights: bool = True) -> Path:
-    """The local snapshot folder of `org/name`, or the file of `org/name:file.gguf`. What is complete is not fetched
-    again, what was cut off goes on where it stopped. Raises ModelNotFoundError."""
+    """The local snapshot folder of `org/name`, or the file of `org/name:file.gguf`. A cut connection goes on where it
+    stopped; a later run fetches only files that are not complete. Raises ModelNotFoundError."""
     repo_id, _, file_name = hub_id.partition(":")
     patterns = (file_name,) if file_name else _SMALL_FILES + (_WEIGHT_FILES if with_weights else ())
     hub = importlib.import_module("huggingface_hub")
@@ -52,7 +52,7 @@ def fetch(hub_id: str, revision: str | None, progress: ProgressFn | None, *, wit
         raise ModelNotFoundError(
             f"no model {repo_id}: no folder of that name here, it is not in the cache, and the hub cannot be reached"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, errors.HTTPError) as error:
         raise ModelNotFoundError(f"hub model {repo_id} could not be fetched: {_first_line(error)}") from error
     return _chosen(Path(folder), repo_id, file_name)
 

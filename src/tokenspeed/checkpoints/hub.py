@@ -54,6 +54,10 @@ def fetch(hub_id: str, revision: str | None, progress: ProgressFn | None, *, wit
         ) from error
     except (OSError, ValueError, errors.HTTPError) as error:
         raise ModelNotFoundError(f"hub model {repo_id} could not be fetched: {_first_line(error)}") from error
+    if with_weights and not file_name and not any(Path(folder).glob("*.safetensors")):
+        raise ModelNotFoundError(
+            f"hub model {repo_id} has no *.safetensors; where it has a GGUF file, name it: {repo_id}:file.gguf"
+        )
     return _chosen(Path(folder), repo_id, file_name)
 
 

@@ -236,6 +236,11 @@ def test_a_gguf_file_is_fetched_when_asked_for(hub: Hub) -> None:
     assert "has no file other.gguf" in refusal("org/model:other.gguf")
 
 
+def test_a_hub_model_without_safetensors(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FILES, "model.safetensors")
+    assert "has no *.safetensors; where it has a GGUF file, name it: org/model:file.gguf" in refusal("org/model")
+
+
 def test_refusals(hub: Hub) -> None:
     assert "no model org/nothing" in refusal("org/nothing")
     assert "org/gated is gated" in refusal("org/gated")

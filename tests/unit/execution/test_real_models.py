@@ -96,11 +96,12 @@ def test_qwen_coder_greedy_text_equals_the_oracle(qwen_coder_path: Path, tools: 
     check_against_oracle(qwen_coder_path, tools)
 
 
-def test_cold_warm_and_batched_runs_are_identical(smollm2_path: Path, tools: Any) -> None:
-    """SL-3: 20 prompts of 700 tokens."""
+@pytest.mark.parametrize("num_prompts", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_cold_warm_and_batched_runs_are_identical(smollm2_path: Path, tools: Any, num_prompts: int) -> None:
+    """SL-3, with prompts of 700 tokens."""
     tokenizer = load_tokenizer(smollm2_path)
     text = tokenizer(LONG * 8).input_ids
-    prompts = [text[17 * number : 17 * number + 700] for number in range(20)]
+    prompts = [text[17 * number : 17 * number + 700] for number in range(num_prompts)]
     sampling = SamplingParams(temperature=0.0, seed=0, logprobs=1)
     wishes = [tools.Wish([number + 5, *prompt[1:]], 32, sampling) for number, prompt in enumerate(prompts)]
     others = [tools.Wish([number + 100, *text[:150]], 40) for number in range(7)]

@@ -44,9 +44,20 @@ def byte_level(pre: str = "qwen2", *, add_bos: bool = False) -> GgufVocabulary:
 
 
 def spm(*, add_space_prefix: bool = True, add_bos: bool = True) -> GgufVocabulary:
-    """<unk> <s> </s>, 256 bytes, user-defined newlines and a tag, and pieces over `abn▁=é` with scores by rank."""
-    fixed = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\n\n", "\n\n\n", "<b>", "<|sep|>"]
-    types = [2, 3, 3] + [6] * 256 + [4] * 4
+    """<unk> <s> </s>, 256 bytes, user-defined newlines and tags, a control token that looks like a word,
+    and pieces over `abn▁=é` with scores by rank."""
+    fixed = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\n\n",
+        "\n\n\n",
+        "<b>",
+        "<|sep|>",
+        "nab",
+    ]
+    types = [2, 3, 3] + [6] * 256 + [4] * 4 + [3]
     pieces = ["▁a", "an", "▁▁", "==", "▁an", "ana", "▁▁▁▁", "====", "ba", "nan", "▁ba", "na", "▁ban", "▁banana", "éa"]
     letters = ["▁", "a", "b", "n", "=", "é"]
     tokens = [*fixed, *pieces, *letters]

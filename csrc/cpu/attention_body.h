@@ -185,24 +185,50 @@ struct AttentionJob {
     });
   }
 
+  // Walks the positions of a row without dividing for each.
+  struct Cursor {
+    std::int64_t block, slot;
+  };
+
+  [[nodiscard]] Cursor cursor_at(std::int64_t position) const {
+    return {position / args.block_size, position % args.block_size};
+  }
+
+  void advance(Cursor& cursor) const {
+    cursor.slot += 1;
+    if (cursor.slot == args.block_size) {
+      cursor = {cursor.block + 1, 0};
+    }
+  }
+
+  [[nodiscard]] const T* key_at(const QueryBlock& block, const Cursor& cursor) const {
+    const std::int64_t page = args.block_tables[block.row * args.table_stride + cursor.block];
+    return static_cast<const T*>(args.k_pages) + page * args.k_page_stride + cursor.slot * args.k_slot_stride +
+           block.kv_head * args.k_head_stride;
+  }
+
+  [[nodiscard]] const T* value_at(const QueryBlock& block, const Cursor& cursor) const {
+    const std::int64_t page = args.block_tables[block.row * args.table_stride + cursor.block];
+    return static_cast<const T*>(args.v_pages) + page * args.v_page_stride + cursor.slot * args.v_slot_stride +
+           block.kv_head * args.v_head_stride;
+  }
+
+  // Asks for memory of the next tile: pages are scattered, so the hardware can not guess.
+  void fetch(const T* source) const {
+    for (std::int64_t i = 0; i < args.head_dim; i += 64 / static_cast<std::int64_t>(sizeof(T))) {
+      __builtin_prefetch(source + i);
+    }
+  }
+
   // Points at the keys and values of positions [start, start + kTile), or copies them where that pays. Positions at or
   // past `end` repeat the last one before it.
   void load_tile(const QueryBlock& block, std::int64_t start, std::int64_t end, float* copies, Tile& tile) const {
-    const std::int32_t* table = args.block_tables + block.row * args.table_stride;
     const bool copy = sizeof(T) != sizeof(float) || width != args.head_dim || block.num_tokens > 1;
-    for (std::int64_t t = 0; t < kTile; ++t) {
-      const std::int64_t position = start + t;
-      if (position >= end) {
-        tile.keys[t] = tile.keys[t - 1];
-        tile.values[t] = tile.values[t - 1];
-        continue;
-      }
-      const std::int64_t page = table[position / args.block_size];
-      const std::int64_t slot = position % args.block_size;
-      const T* key = static_cast<const T*>(args.k_pages) + page * args.k_page_stride + slot * args.k_slot_stride +
-                     block.kv_head * args.k_head_stride;
-      const T* value = static_cast<const T*>(args.v_pages) + page * args.v_page_stride + slot * args.v_slot_stride +
-                       block.kv_head * args.v_head_stride;
+    const std::int64_t num_live = min_of(kTile, end - start);
+    Cursor cursor = cursor_at(start);
+    for (std::int64_t t = 0; t < num_live; ++t, advance(cursor)) {
+      const T* key = key_at(block, cursor);
+      const T* value = value_at(block, cursor);
       if (copy) {
         float* key_copy = copies + 2 * t * width;
         widen(key, key_copy, args.head_dim, width);
@@ -213,6 +239,14 @@ struct AttentionJob {
         tile.keys[t] = reinterpret_cast<const float*>(key);
         tile.values[t] = reinterpret_cast<const float*>(value);
       }
+    }
+    for (std::int64_t t = num_live; t < kTile; ++t) {
+      tile.keys[t] = tile.keys[num_live - 1];
+      tile.values[t] = tile.values[num_live - 1];
+    }
+    for (std::int64_t t = kTile; t < min_of(2 * kTile, end - start); ++t, advance(cursor)) {
+      fetch(key_at(block, cursor));
+      fetch(value_at(block, cursor));
     }
   }
 

@@ -190,11 +190,12 @@ def _watch(pip: subprocess.Popen[bytes], scratch: Path, on_bytes: Callable[[int]
 
 
 def _folder_bytes(folder: Path) -> int:
+    """The bytes in a folder that another process fills and empties: what goes while we look does not count."""
     num_bytes = 0
-    for path in folder.rglob("*"):
-        # A file may go while we look.
-        with suppress(OSError):
-            num_bytes += path.stat().st_size if path.is_file() else 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                num_bytes += os.lstat(os.path.join(place, name)).st_size
     return num_bytes
 
 

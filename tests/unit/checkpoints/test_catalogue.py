@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shutil
 import threading
 import zipfile
 from pathlib import Path
@@ -85,6 +86,25 @@ def test_two_at_a_time_fetch_once(tiny: Recipe, monkeypatch: pytest.MonkeyPatch)
         thread.join(120)
     assert len(calls) == 1
     assert [path.read_bytes() for path in paths] == [WHOLE] * 3
+
+
+def test_watching_a_folder_that_is_being_emptied(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_bytes(bytes(7))
+    done = threading.Event()
+
+    def churn() -> None:
+        while not done.is_set():
+            (tmp_path / "a" / "b").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "a" / "b" / "file").write_bytes(bytes(3))
+            shutil.rmtree(tmp_path / "a")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert {catalogue._folder_bytes(tmp_path) for _ in range(3000)} <= {7, 10}
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_a_wrong_file_is_not_kept(tmp_path: Path, tiny: Recipe) -> None:

@@ -66,6 +66,7 @@ def test_smollm2(smollm2_path: Path) -> None:
 
 # transformers alone takes half a minute to read the 262,144 tokens.
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_gemma3(gemma3_path: Path) -> None:
     check_against_transformers(gemma3_path)
 
@@ -75,5 +76,6 @@ def test_tinycoder(tinycoder_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_qwen_coder(qwen_coder_path: Path) -> None:
     check_against_transformers(qwen_coder_path)

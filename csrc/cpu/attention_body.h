@@ -180,9 +180,8 @@ struct AttentionJob {
     const std::int64_t head = block.kv_head * num_group + query % num_group;
     T* target = static_cast<T*>(args.out) + (token * args.num_heads + head) * args.head_dim;
     const float scale = 1.0F / state.total;
-    for_vectors(args.head_dim, [&](std::int64_t i, int count) {
-      store_upto(target + i, load(state.values + i) * scale, count);
-    });
+    for_vectors(args.head_dim,
+                [&](std::int64_t i, int count) { store_upto(target + i, load(state.values + i) * scale, count); });
   }
 
   // Walks the positions of a row without dividing for each.
@@ -312,8 +311,8 @@ struct AttentionJob {
   void attend_partial(const QueryBlock& block, std::int64_t span, float* partial) const {
     const std::int64_t num_queries = block.num_tokens * num_group;
     float* queries = scratch(0, static_cast<std::size_t>(num_queries * width));
-    auto* states = reinterpret_cast<Softmax*>(
-        scratch(2, static_cast<std::size_t>(num_queries) * sizeof(Softmax) / sizeof(float)));
+    auto* states =
+        reinterpret_cast<Softmax*>(scratch(2, static_cast<std::size_t>(num_queries) * sizeof(Softmax) / sizeof(float)));
     for (std::int64_t query = 0; query < num_queries; ++query) {
       states[query].values = partial + query * partial_stride() + 2;
     }

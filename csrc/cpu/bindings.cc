@@ -33,50 +33,51 @@ const T* array_at(std::uintptr_t address) {
 }
 
 void bind_linear(nb::module_& module) {
-  module.def("linear", [](std::uintptr_t x, std::uintptr_t weight, std::uintptr_t bias, std::uintptr_t out, Int num_rows,
-                          Int num_outputs, Int num_inputs, Int x_stride, Int weight_stride, int dtype, int out_dtype) {
-    const LinearArgs args{at(x),      at(weight), at(bias),      at(out),           num_rows, num_outputs,
-                          num_inputs, x_stride,   weight_stride, DType(dtype), DType(out_dtype)};
-    call(kernels().linear, args, num_rows * num_outputs * num_inputs);
-  });
+  module.def("linear",
+             [](std::uintptr_t x, std::uintptr_t weight, std::uintptr_t bias, std::uintptr_t out, Int num_rows,
+                Int num_outputs, Int num_inputs, Int x_stride, Int weight_stride, int dtype, int out_dtype) {
+               const LinearArgs args{at(x),      at(weight), at(bias),      at(out),      num_rows,        num_outputs,
+                                     num_inputs, x_stride,   weight_stride, DType(dtype), DType(out_dtype)};
+               call(kernels().linear, args, num_rows * num_outputs * num_inputs);
+             });
 }
 
 void bind_attention(nb::module_& module) {
-  module.def("paged_attention",
-             [](std::uintptr_t q, std::uintptr_t k_pages, std::uintptr_t v_pages, std::uintptr_t out,
-                std::uintptr_t query_start, std::uintptr_t seq_lens, std::uintptr_t block_tables, Int num_rows,
-                Int num_tokens, Int num_heads, Int num_kv_heads, Int head_dim, Int block_size, Int q_token_stride,
-                Int q_head_stride, Int k_page_stride, Int k_slot_stride, Int k_head_stride, Int v_page_stride,
-                Int v_slot_stride, Int v_head_stride, Int table_stride, float scale, Int window, float soft_cap,
-                int dtype) {
-               const AttentionArgs args{at(q),
-                                        at(k_pages),
-                                        at(v_pages),
-                                        at(out),
-                                        array_at<std::int32_t>(query_start),
-                                        array_at<std::int32_t>(seq_lens),
-                                        array_at<std::int32_t>(block_tables),
-                                        num_rows,
-                                        num_tokens,
-                                        num_heads,
-                                        num_kv_heads,
-                                        head_dim,
-                                        block_size,
-                                        q_token_stride,
-                                        q_head_stride,
-                                        k_page_stride,
-                                        k_slot_stride,
-                                        k_head_stride,
-                                        v_page_stride,
-                                        v_slot_stride,
-                                        v_head_stride,
-                                        table_stride,
-                                        scale,
-                                        window,
-                                        soft_cap,
-                                        DType(dtype)};
-               call(kernels().paged_attention, args, kUnlockSize);
-             });
+  module.def(
+      "paged_attention",
+      [](std::uintptr_t q, std::uintptr_t k_pages, std::uintptr_t v_pages, std::uintptr_t out,
+         std::uintptr_t query_start, std::uintptr_t seq_lens, std::uintptr_t block_tables, Int num_rows, Int num_tokens,
+         Int num_heads, Int num_kv_heads, Int head_dim, Int block_size, Int q_token_stride, Int q_head_stride,
+         Int k_page_stride, Int k_slot_stride, Int k_head_stride, Int v_page_stride, Int v_slot_stride,
+         Int v_head_stride, Int table_stride, float scale, Int window, float soft_cap, int dtype) {
+        const AttentionArgs args{at(q),
+                                 at(k_pages),
+                                 at(v_pages),
+                                 at(out),
+                                 array_at<std::int32_t>(query_start),
+                                 array_at<std::int32_t>(seq_lens),
+                                 array_at<std::int32_t>(block_tables),
+                                 num_rows,
+                                 num_tokens,
+                                 num_heads,
+                                 num_kv_heads,
+                                 head_dim,
+                                 block_size,
+                                 q_token_stride,
+                                 q_head_stride,
+                                 k_page_stride,
+                                 k_slot_stride,
+                                 k_head_stride,
+                                 v_page_stride,
+                                 v_slot_stride,
+                                 v_head_stride,
+                                 table_stride,
+                                 scale,
+                                 window,
+                                 soft_cap,
+                                 DType(dtype)};
+        call(kernels().paged_attention, args, kUnlockSize);
+      });
 }
 
 void bind_elementwise(nb::module_& module) {
@@ -87,24 +88,32 @@ void bind_elementwise(nb::module_& module) {
                            outer_stride, inner_stride, residual_stride, eps,     weight_offset, DType(dtype)};
     call(kernels().rms_norm, args, num_outer * num_inner * size);
   });
-  module.def("rotary", [](std::uintptr_t x, std::uintptr_t positions, std::uintptr_t table, Int num_tokens,
-                          Int num_heads, Int rotary_dim, Int token_stride, Int head_stride, Int table_stride,
-                          int dtype) {
-    const RotaryArgs args{at(x),      array_at<Int>(positions), array_at<float>(table), num_tokens,   num_heads,
-                          rotary_dim, token_stride,             head_stride,            table_stride, DType(dtype)};
-    call(kernels().rotary, args, num_tokens * num_heads * rotary_dim);
-  });
-  module.def("gated", [](std::uintptr_t x, std::uintptr_t out, Int num_rows, Int size, Int x_stride, int activation,
-                         int dtype) {
-    const GatedArgs args{at(x), at(out), num_rows, size, x_stride, Activation(activation), DType(dtype)};
-    call(kernels().gated, args, num_rows * size);
-  });
+  module.def("rotary",
+             [](std::uintptr_t x, std::uintptr_t positions, std::uintptr_t table, Int num_tokens, Int num_heads,
+                Int rotary_dim, Int token_stride, Int head_stride, Int table_stride, int dtype) {
+               const RotaryArgs args{at(x),
+                                     array_at<Int>(positions),
+                                     array_at<float>(table),
+                                     num_tokens,
+                                     num_heads,
+                                     rotary_dim,
+                                     token_stride,
+                                     head_stride,
+                                     table_stride,
+                                     DType(dtype)};
+               call(kernels().rotary, args, num_tokens * num_heads * rotary_dim);
+             });
+  module.def("gated",
+             [](std::uintptr_t x, std::uintptr_t out, Int num_rows, Int size, Int x_stride, int activation, int dtype) {
+               const GatedArgs args{at(x), at(out), num_rows, size, x_stride, Activation(activation), DType(dtype)};
+               call(kernels().gated, args, num_rows * size);
+             });
   module.def("kv_write", [](std::uintptr_t source, std::uintptr_t pages, std::uintptr_t slots, Int num_tokens,
                             Int num_heads, Int head_dim, Int block_size, Int token_stride, Int head_stride,
                             Int page_stride, Int slot_stride, Int page_head_stride, int dtype) {
-    const KvWriteArgs args{at(source),   at(pages),  array_at<Int>(slots), num_tokens,  num_heads,        head_dim,
-                           block_size,   token_stride, head_stride,        page_stride, slot_stride,      page_head_stride,
-                           DType(dtype)};
+    const KvWriteArgs args{at(source),  at(pages),        array_at<Int>(slots), num_tokens,  num_heads,
+                           head_dim,    block_size,       token_stride,         head_stride, page_stride,
+                           slot_stride, page_head_stride, DType(dtype)};
     call(kernels().kv_write, args, num_tokens * num_heads * head_dim);
   });
 }

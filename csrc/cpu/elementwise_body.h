@@ -54,8 +54,7 @@ void rms_norm_of(const RmsNormArgs& args) {
     const std::int64_t outer = row / args.num_inner;
     const std::int64_t inner = row % args.num_inner;
     const T* x = static_cast<const T*>(args.x) + outer * args.outer_stride + inner * args.inner_stride;
-    T* residual =
-        args.residual == nullptr ? nullptr : static_cast<T*>(args.residual) + outer * args.residual_stride;
+    T* residual = args.residual == nullptr ? nullptr : static_cast<T*>(args.residual) + outer * args.residual_stride;
     rms_norm_row(args, x, residual, static_cast<T*>(args.out) + row * args.size);
   });
 }
@@ -84,9 +83,7 @@ void rotary_of(const RotaryArgs& args) {
   });
 }
 
-void rotary(const RotaryArgs& args) {
-  args.dtype == DType::kFloat32 ? rotary_of<float>(args) : rotary_of<Bf16>(args);
-}
+void rotary(const RotaryArgs& args) { args.dtype == DType::kFloat32 ? rotary_of<float>(args) : rotary_of<Bf16>(args); }
 
 TOKENSPEED_INLINE Vec silu(Vec z) { return z / (exp(-z) + 1.0F); }
 
@@ -110,9 +107,7 @@ void gated_of(const GatedArgs& args) {
   });
 }
 
-void gated(const GatedArgs& args) {
-  args.dtype == DType::kFloat32 ? gated_of<float>(args) : gated_of<Bf16>(args);
-}
+void gated(const GatedArgs& args) { args.dtype == DType::kFloat32 ? gated_of<float>(args) : gated_of<Bf16>(args); }
 
 void kv_write(const KvWriteArgs& args) {
   const std::int64_t item_size = args.dtype == DType::kFloat32 ? 4 : 2;

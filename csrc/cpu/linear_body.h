@@ -261,9 +261,7 @@ void linear_of(const LinearArgs& args) {
   parallel(num_row_blocks * job.num_output_blocks, job);
 }
 
-void linear(const LinearArgs& args) {
-  args.dtype == DType::kFloat32 ? linear_of<float>(args) : linear_of<Bf16>(args);
-}
+void linear(const LinearArgs& args) { args.dtype == DType::kFloat32 ? linear_of<float>(args) : linear_of<Bf16>(args); }
 
 }  // namespace
 }  // namespace tokenspeed::cpu

@@ -43,7 +43,7 @@ TOKENSPEED_INLINE void store(float* target, Vec value) { __builtin_memcpy(target
 TOKENSPEED_INLINE void store(Bf16* target, Vec value) {
   const VecBits bits = reinterpret_cast<VecBits>(value);
   const VecBits rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
-  const VecBits is_nan = reinterpret_cast<VecBits>(value != value);
+  const VecBits is_nan = reinterpret_cast<VecBits>((bits & 0x7FFFFFFFU) > 0x7F800000U);
   const VecHalf half = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7FC0U), VecHalf);
   __builtin_memcpy(target, &half, sizeof(half));
 }

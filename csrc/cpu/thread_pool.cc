@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "thread_pool.h"
 
-#include <sched.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -11,7 +8,9 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <sched.h>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 namespace tokenspeed::cpu {

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs every instruction set that this machine has on the same random inputs and compares it with the base set, which
+// the Python conformance suite can not reach on a machine that has a better one.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+
+namespace tokenspeed::cpu {
+namespace {
+
+std::mt19937 generator(7);  // NOLINT: the same inputs on every run are wanted
+
+std::vector<float> random_floats(std::size_t count) {
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& value : values) {
+    value = normal(generator);
+  }
+  return values;
+}
+
+// The upper halves of random floats.
+std::vector<std::uint16_t> random_bf16(std::size_t count) {
+  std::vector<std::uint16_t> halves;
+  for (const float value : random_floats(count)) {
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(bits));
+    halves.push_back(static_cast<std::uint16_t>(bits >> 16));
+  }
+  return halves;
+}
+
+std::vector<char> random_values(std::size_t count, DType dtype) {
+  std::vector<char> bytes(count * (dtype == DType::kFloat32 ? 4 : 2));
+  if (dtype == DType::kFloat32) {
+    std::memcpy(bytes.data(), random_floats(count).data(), bytes.size());
+  } else {
+    std::memcpy(bytes.data(), random_bf16(count).data(), bytes.size());
+  }
+  return bytes;
+}
+
+float value_at(const std::vector<char>& bytes, std::size_t index, DType dtype) {
+  float value = 0.0F;
+  if (dtype == DType::kFloat32) {
+    std::memcpy(&value, bytes.data() + index * 4, 4);
+  } else {
+    std::uint16_t half = 0;
+    std::memcpy(&half, bytes.data() + index * 2, 2);
+    const std::uint32_t bits = static_cast<std::uint32_t>(half) << 16;
+    std::memcpy(&value, &bits, 4);
+  }
+  return value;
+}
+
+int num_failures = 0;
+
+void compare(const char* what, const Kernels& set, const std::vector<char>& expected, const std::vector<char>& actual,
+             DType dtype) {
+  const float tolerance = dtype == DType::kFloat32 ? 1e-4F : 2e-2F;
+  const std::size_t count = expected.size() / (dtype == DType::kFloat32 ? 4 : 2);
+  for (std::size_t i = 0; i < count; ++i) {
+    const float a = value_at(expected, i, dtype);
+    const float b = value_at(actual, i, dtype);
+    if (!(std::fabs(a - b) <= tolerance * (1.0F + std::fabs(a)))) {
+      std::printf("%s: %s differs from base at %zu: %g, not %g\n", what, set.isa, i, static_cast<double>(b),
+                  static_cast<double>(a));
+      num_failures += 1;
+      return;
+    }
+  }
+}
+
+// Runs `call(set, out)` with the base set and with `set`.
+template <typename Call>
+void check(const char* what, const Kernels& set, std::size_t out_count, DType dtype, Call call) {
+  std::vector<char> expected(out_count * (dtype == DType::kFloat32 ? 4 : 2));
+  std::vector<char> actual = expected;
+  call(base_kernels(), expected.data());
+  call(set, actual.data());
+  compare(what, set, expected, actual, dtype);
+}
+
+void check_linear(const Kernels& set, DType dtype, std::int64_t m, std::int64_t n, std::int64_t k) {
+  const auto x = random_values(static_cast<std::size_t>(m * k), dtype);
+  const auto weight = random_values(static_cast<std::size_t>(n * k), dtype);
+  const auto bias = random_values(static_cast<std::size_t>(n), dtype);
+  check("linear", set, static_cast<std::size_t>(m * n), dtype, [&](const Kernels& kernels, void* out) {
+    kernels.linear({x.data(), weight.data(), bias.data(), out, m, n, k, k, k, dtype, dtype});
+  });
+}
+
+void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, std::int64_t seq_len,
+                     std::int64_t head_dim, std::int64_t window) {
+  constexpr std::int64_t kHeads = 6, kKvHeads = 2, kBlock = 16;
+  const std::int64_t num_pages = (seq_len + kBlock - 1) / kBlock;
+  const auto q = random_values(static_cast<std::size_t>(query_len * kHeads * head_dim), dtype);
+  const auto pool_size = static_cast<std::size_t>(num_pages * kBlock * kKvHeads * head_dim);
+  const auto k = random_values(pool_size, dtype);
+  const auto v = random_values(pool_size, dtype);
+  const std::vector<std::int32_t> starts{0, static_cast<std::int32_t>(query_len)};
+  const std::vector<std::int32_t> lens{static_cast<std::int32_t>(seq_len)};
+  std::vector<std::int32_t> table;
+  for (std::int64_t page = num_pages; page > 0; --page) {
+    table.push_back(static_cast<std::int32_t>(page - 1));
+  }
+  const std::int64_t slot = kKvHeads * head_dim;
+  const auto out_count = static_cast<std::size_t>(query_len * kHeads * head_dim);
+  check("paged_attention", set, out_count, dtype, [&](const Kernels& kernels, void* out) {
+    kernels.paged_attention({.q = q.data(),
+                             .k_pages = k.data(),
+                             .v_pages = v.data(),
+                             .out = out,
+                             .query_start = starts.data(),
+                             .seq_lens = lens.data(),
+                             .block_tables = table.data(),
+                             .num_rows = 1,
+                             .num_tokens = query_len,
+                             .num_heads = kHeads,
+                             .num_kv_heads = kKvHeads,
+                             .head_dim = head_dim,
+                             .block_size = kBlock,
+                             .q_token_stride = kHeads * head_dim,
+                             .q_head_stride = head_dim,
+                             .k_page_stride = kBlock * slot,
+                             .k_slot_stride = slot,
+                             .k_head_stride = head_dim,
+                             .v_page_stride = kBlock * slot,
+                             .v_slot_stride = slot,
+                             .v_head_stride = head_dim,
+                             .table_stride = num_pages,
+                             .scale = 0.2F,
+                             .window = window,
+                             .soft_cap = 0.0F,
+                             .dtype = dtype});
+  });
+}
+
+void check_elementwise(const Kernels& set, DType dtype, std::int64_t rows, std::int64_t size) {
+  const auto count = static_cast<std::size_t>(rows * size);
+  const auto x = random_values(2 * count, dtype);
+  const auto weight = random_values(static_cast<std::size_t>(size), dtype);
+  check("rms_norm", set, count, dtype, [&](const Kernels& kernels, void* out) {
+    kernels.rms_norm({x.data(), weight.data(), nullptr, out, rows, 1, size, size, 0, 0, 1e-6F, 1.0F, dtype});
+  });
+  for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
+    check("gated", set, count, dtype, [&](const Kernels& kernels, void* out) {
+      kernels.gated({x.data(), out, rows, size, 2 * size, activation, dtype});
+    });
+  }
+  const std::int64_t rotary_dim = size / 2 * 2;
+  const auto table = random_floats(static_cast<std::size_t>(rows * rotary_dim));
+  std::vector<std::int64_t> positions;
+  for (std::int64_t row = rows; row > 0; --row) {
+    positions.push_back(row - 1);
+  }
+  check("rotary", set, count, dtype, [&](const Kernels& kernels, void* out) {
+    std::memcpy(out, x.data(), count * (dtype == DType::kFloat32 ? 4 : 2));
+    kernels.rotary({out, positions.data(), table.data(), rows, 1, rotary_dim, size, size, rotary_dim, dtype});
+  });
+}
+
+void check_set(const Kernels& set) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const std::int64_t rows : {1, 2, 3, 5, 17, 100}) {
+      for (const std::int64_t inputs : {1, 15, 64, 577, 1100}) {
+        check_linear(set, dtype, rows, 37, inputs);
+      }
+      for (const std::int64_t size : {2, 7, 33, 576}) {
+        check_elementwise(set, dtype, rows, size);
+      }
+    }
+    for (const std::int64_t head_dim : {20, 64, 128, 256}) {
+      check_attention(set, dtype, 1, 1300, head_dim, 0);
+      check_attention(set, dtype, 40, 70, head_dim, 0);
+      check_attention(set, dtype, 20, 700, head_dim, 50);
+    }
+  }
+  std::printf("%s: compared with base\n", set.isa);
+}
+
+}  // namespace
+}  // namespace tokenspeed::cpu
+
+int main() {
+  using namespace tokenspeed::cpu;  // NOLINT: a test program
+  std::printf("this machine runs %s\n", kernels().isa);
+#if defined(__x86_64__)
+  if (std::strcmp(kernels().isa, "base") != 0) {
+    check_set(avx2_kernels());
+  }
+  if (std::strcmp(kernels().isa, "avx512") == 0) {
+    check_set(avx512_kernels());
+  }
+#endif
+  return num_failures == 0 ? 0 : 1;
+}

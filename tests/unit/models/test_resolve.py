@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration turns into: families, spellings, refusals, and where checkpoint names go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tokenspeed.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.rotary import LinearScaling, WavelengthScaling, YarnScaling, inverse_frequencies
+from tokenspeed.models import ConfigFields, context_len_of, resolve, rotary_spec, supported
+
+Config = Mapping[str, object]
+
+
+def build(config: Config) -> Any:
+    return resolve(config).build(config, BuildContext("cpu", torch.float32))
+
+
+def test_families_are_found_by_scanning() -> None:
+    assert {"llama", "qwen2", "qwen3", "gemma3_text"} <= set(supported())
+
+
+@pytest.mark.parametrize("model_type", ["gpt_bigcode", None, "__init__", "../llama"])
+def test_unknown_family_is_refused_naming_the_supported(model_type: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"supported are gemma3_text, llama, .*qwen2, qwen3"):
+        resolve({"model_type": model_type})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"hidden_size": None}, CheckpointError, "hidden_size is missing"),
+        ({"hidden_size": "48"}, CheckpointError, "hidden_size is '48', not a positive integer"),
+        ({"num_hidden_layers": 0}, CheckpointError, "num_hidden_layers is 0, not a positive integer"),
+        ({"rms_norm_eps": "tiny"}, CheckpointError, "rms_norm_eps is 'tiny', not a number"),
+        ({"attention_bias": 1}, CheckpointError, "attention_bias is 1, not true or false"),
+        ({"rope_scaling": [4]}, CheckpointError, "rope_scaling is .*, not an object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, CheckpointError, "factor is missing"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "rope type 'dynamic'"),
+        ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act 'relu' is not supported; supported: silu"),
+    ],
+)
+def test_wrong_field_is_one_line_that_names_it(
+    change: Config, error: type[Exception], says: str, tiny_config: Config
+) -> None:
+    with pytest.raises(error, match=says):
+        build({**tiny_config, **change})
+
+
+def test_unknown_layer_type_is_refused(tiny_config: Config) -> None:
+    with pytest.raises(UnsupportedModelError, match="layer type 'linear_attention'"):
+        build({**tiny_config, "model_type": "qwen2", "layer_types": ["linear_attention"] * 3})
+
+
+def test_unknown_kernel_override_is_refused_when_the_model_is_built() -> None:
+    with pytest.raises(ConfigError, match="no such op"):
+        BuildContext("cpu", torch.float32, {"attention": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind"),
+    [
+        ({"type": "linear", "factor": 4.0}, LinearScaling),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            WavelengthScaling,
+        ),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, YarnScaling),
+    ],
+)
+def test_older_and_newer_rope_spellings_mean_the_same(scaling: Config, kind: type, tiny_config: Config) -> None:
+    older = ConfigFields({**tiny_config, "rope_theta": 500.0, "rope_scaling": scaling})
+    renamed = {("rope_type" if name == "type" else name): value for name, value in scaling.items()}
+    newer = ConfigFields({**tiny_config, "rope_parameters": {"rope_theta": 500.0, **renamed}})
+    assert rotary_spec(older, 12) == rotary_spec(newer, 12)
+    assert isinstance(rotary_spec(older, 12).scaling, kind)
+    assert rotary_spec(older, 12).base == 500.0
+
+
+def test_frequencies_equal_the_oracle_at_real_sizes() -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = transformers.LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=rope)
+    expected, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    actual = inverse_frequencies(rotary_spec(ConfigFields(config.to_dict()), 64))
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0.0)
+
+
+def test_yarn_stretches_the_context(tiny_config: Config) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    fields = ConfigFields({**tiny_config, "max_position_embeddings": 32768, "rope_scaling": yarn})
+    assert context_len_of(fields, rotary_spec(fields, 12)) == 131072
+
+
+def test_tied_head_loads_with_and_without_its_own_copy(new_twin: Callable[..., Any]) -> None:
+    twin = new_twin("qwen2")
+    names = {slot.name for slot in twin.ours.weight_map()}
+    assert "lm_head.weight" not in names
+    assert twin.ours.weight_map().ignores("lm_head.weight")
+    assert not twin.ours.weight_map().ignores("model.layers.0.mlp.down_proj.bias")
+
+
+def test_untied_head_has_its_own_slot(tiny_config: Config) -> None:
+    weight_map = build(tiny_config).weight_map()
+    assert "lm_head.weight" in {slot.name for slot in weight_map}
+    assert weight_map.ignores("model.layers.7.self_attn.rotary_emb.inv_freq")
+    assert not weight_map.ignores("lm_head.weight")
+
+
+def test_slots_cover_every_parameter_element_once(variant: str, twin: Any) -> None:
+    addresses: set[tuple[int, int]] = set()
+    num_covered = 0
+    for slot in twin.ours.weight_map():
+        assert slot.target.is_contiguous()
+        addresses.add((slot.target.data_ptr(), slot.target.numel()))
+        num_covered += slot.target.numel()
+    assert len(addresses) == len(twin.ours.weight_map().slots)
+    assert num_covered == sum(parameter.numel() for parameter in twin.ours.parameters())
+
+
+def test_text_part_of_a_multimodal_checkpoint(new_twin: Callable[..., Any]) -> None:
+    text = new_twin("gemma3").theirs.config.to_dict()
+    weight_map = build({"model_type": "gemma3", "text_config": text, "vision_config": {}}).weight_map()
+    slot = next(each for each in weight_map if each.name.endswith("layers.0.mlp.down_proj.weight"))
+    assert slot.names == (
+        "language_model.model.layers.0.mlp.down_proj.weight",
+        "model.language_model.layers.0.mlp.down_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    )
+    assert weight_map.ignores("vision_tower.encoder.layers.0.weight")
+    assert weight_map.ignores("model.vision_tower.encoder.layers.0.weight")
+    assert weight_map.ignores("language_model.lm_head.weight")
+    assert not weight_map.ignores("model.language_model.layers.9.weight")
+
+
+def test_windows_reach_the_cache_specs(new_twin: Callable[..., Any]) -> None:
+    assert [spec.window for spec in new_twin("qwen2-windows").ours.kv_specs] == [None, 13, 13]
+    assert [spec.window for spec in new_twin("gemma3").ours.kv_specs] == [11, 11, None, 11]
+    assert {spec.window for spec in new_twin("llama").ours.kv_specs} == {None}

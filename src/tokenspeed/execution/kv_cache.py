@@ -68,15 +68,15 @@ def size_pool(config: EngineConfig, specs: Sequence[KvSpec], model_len: int, ctx
 
 
 def allocate(size: PoolSize, specs: Sequence[KvSpec], ctx: BuildContext) -> tuple[KvLayer, ...]:
-    """Zeroed pages for every layer (the system commits CPU memory only as pages are written)."""
-    try:
-        return tuple(_allocate_layer(size, spec, ctx) for spec in specs)
-    except (RuntimeError, MemoryError) as error:
-        available = _mib(available_memory_bytes(torch.device(ctx.device)))
+    """Zeroed pages for every layer. The system commits CPU memory only as pages are written, long after a pool that
+    is too large could have been refused: hence the check."""
+    available = available_memory_bytes(torch.device(ctx.device))
+    if size.kv_bytes > available:
         raise CapacityError(
-            f"out of memory: the KV pool of {size.num_tokens} tokens needs {_mib(size.kv_bytes)} MiB, of which "
-            f"{available} MiB are available; lower --kv-tokens or --memory-fraction"
-        ) from error
+            f"out of memory: the KV pool of {size.num_tokens} tokens needs {_mib(size.kv_bytes)} MiB and "
+            f"{available >> 20} MiB are available; lower --kv-tokens or --memory-fraction"
+        )
+    return tuple(_allocate_layer(size, spec, ctx) for spec in specs)
 
 
 def copy_pages(layers: Sequence[KvLayer], sources: torch.Tensor, targets: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from tokenspeed.execution.outputs import PromptLogprobs, RunnerInfo, StepHandle,
 from tokenspeed.execution.prompt_logprobs import PromptScorer
 from tokenspeed.execution.sampler import Sampler, SamplerOutput
 from tokenspeed.execution.scripted import ScriptedModel
-from tokenspeed.execution.weights import load_weights, num_parameters
+from tokenspeed.execution.weights import load_weights, num_parameters, require_memory
 from tokenspeed.kernels.platform import set_num_threads
 from tokenspeed.kernels.registry import BoundKernel
 from tokenspeed.layers.build import BuildContext
@@ -170,6 +170,7 @@ def _build(source: ModelSource, ctx: BuildContext, progress: ProgressFn | None) 
     weights = source.weights()
     try:
         model = family.build(source.config, ctx)
+        require_memory(model, source.path, torch.device(ctx.device))
         load_weights(model, weights, source.path, progress)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CapacityError(f"{source.path}: out of memory while loading the weights") from error

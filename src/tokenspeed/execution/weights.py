@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from tokenspeed.checkpoints import ProgressFn, TensorInfo, Weights
-from tokenspeed.core.errors import CheckpointError
+from tokenspeed.core.errors import CapacityError, CheckpointError
+from tokenspeed.execution.placement import available_memory_bytes
 from tokenspeed.models import CausalLM, WeightMap
 
 _NAMES_SHOWN = 3
@@ -37,6 +38,20 @@ def load_weights(model: CausalLM, weights: Weights, path: Path, progress: Progre
 def num_parameters(model: CausalLM) -> int:
     """Parameters of the model, shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def require_memory(model: CausalLM, path: Path, device: torch.device) -> None:
+    """CapacityError when the parameters would not fit. Memory of a CPU is taken only as they are filled; elsewhere it
+    is taken already."""
+    if device.type != "cpu":
+        return
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    available = available_memory_bytes(device)
+    if needed > available:
+        raise CapacityError(
+            f"{path}: out of memory: the weights need {needed >> 20} MiB and {available >> 20} MiB are available; "
+            "use a smaller model, or --dtype bfloat16 to halve what float32 takes"
+        )
 
 
 def _match(weight_map: WeightMap, weights: Weights, path: Path) -> list[str]:

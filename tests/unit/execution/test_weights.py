@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed.core.errors import CheckpointError
+from tokenspeed.core.errors import CapacityError, CheckpointError
+from tokenspeed.execution import weights
 
 PROMPT = list(range(3, 25))
 
@@ -105,3 +106,11 @@ def test_dummy_weights_need_no_file(tmp_path: Path, tools: Any) -> None:
     first = logits_of(tools, folder, load_format="dummy")
     assert torch.isfinite(first).all()
     assert torch.equal(logits_of(tools, folder, load_format="dummy"), first)
+
+
+def test_weights_that_memory_cannot_hold_are_refused(
+    tiny_path: Path, tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "available_memory_bytes", lambda device: 1000)
+    with pytest.raises(CapacityError, match="out of memory: the weights need 0 MiB"):
+        tools.new_runner(tools.engine_config(tiny_path))

@@ -33,7 +33,8 @@ void check_submit(const Submit& submit) {
   TS_CHECK(!submit.match_limit || *submit.match_limit >= Tokens(0), "request", key, *submit.match_limit);
   TS_CHECK(!submit.deadline_ms || *submit.deadline_ms >= 0, "request", key, "deadline_ms", *submit.deadline_ms);
   TS_CHECK(submit.draft_width == 0, "request", key, "draft_width", submit.draft_width, "is not supported");
-  TS_CHECK(submit.partition_hint.value_or(0) == 0, "request", key, "no such partition", *submit.partition_hint);
+  TS_CHECK(submit.partition_hint.value_or(0) == 0, "request", key, "no such partition",
+           submit.partition_hint.value_or(0));
   TS_CHECK(!submit.retain || submit.retain->ttl_ms >= 0, "request", key, "ttl_ms", submit.retain->ttl_ms);
   check_spans(submit);
 }

@@ -49,6 +49,7 @@ class [[nodiscard]] Handle {
  protected:
   explicit Handle(Id id) : id_(id), live_(true) {}
   Handle(Handle&& other) noexcept : id_(other.id_), live_(std::exchange(other.live_, false)) {}
+  // Throws on purpose: an overwritten handle would be a lost page. NOLINTNEXTLINE(bugprone-exception-escape)
   Handle& operator=(Handle&& other) {
     TS_CHECK(!live_, "moved over a live handle of", id_);
     id_ = other.id_;
@@ -85,7 +86,7 @@ template <class P>
 class [[nodiscard]] WritablePage : private Handle<P, BlockPool> {
  public:
   WritablePage(WritablePage&&) noexcept = default;
-  WritablePage& operator=(WritablePage&&) = default;
+  WritablePage& operator=(WritablePage&&) = default;  // NOLINT(bugprone-exception-escape)
   WritablePage(const WritablePage&) = delete;
   WritablePage& operator=(const WritablePage&) = delete;
   ~WritablePage() = default;
@@ -103,7 +104,7 @@ template <class P>
 class [[nodiscard]] SealedPage : private Handle<P, BlockPool> {
  public:
   SealedPage(SealedPage&&) noexcept = default;
-  SealedPage& operator=(SealedPage&&) = default;
+  SealedPage& operator=(SealedPage&&) = default;  // NOLINT(bugprone-exception-escape)
   SealedPage(const SealedPage&) = delete;
   SealedPage& operator=(const SealedPage&) = delete;
   ~SealedPage() = default;
@@ -123,7 +124,7 @@ using SealedDevicePage = SealedPage<DevicePage>;
 class [[nodiscard]] SeatHold : private Handle<Seat, SeatPool> {
  public:
   SeatHold(SeatHold&&) noexcept = default;
-  SeatHold& operator=(SeatHold&&) = default;
+  SeatHold& operator=(SeatHold&&) = default;  // NOLINT(bugprone-exception-escape)
   SeatHold(const SeatHold&) = delete;
   SeatHold& operator=(const SeatHold&) = delete;
   ~SeatHold() = default;
@@ -140,7 +141,7 @@ class [[nodiscard]] SeatHold : private Handle<Seat, SeatPool> {
 class [[nodiscard]] Lease : private Handle<Seat, StepLedger> {
  public:
   Lease(Lease&&) noexcept = default;
-  Lease& operator=(Lease&&) = default;
+  Lease& operator=(Lease&&) = default;  // NOLINT(bugprone-exception-escape)
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
   ~Lease() = default;

@@ -13,7 +13,7 @@ namespace tokenspeed::control {
 
 namespace {
 
-const Config& checked(const Config& config) {
+Config checked(const Config& config) {
   constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 4;
   TS_CHECK(config.num_blocks >= 1 && config.num_blocks <= kMax, "num_blocks", config.num_blocks);
   TS_CHECK(config.block_size >= 1 && config.block_size <= kMax, "block_size", config.block_size);

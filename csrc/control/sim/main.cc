@@ -11,9 +11,11 @@
 
 #include "simulation.h"
 
-// A sanitizer's finding ends in abort(), so that the handler below can still name the seed.
+// The names are the sanitizers' own. A sanitizer's finding ends in abort(), so that the handler below can still name
+// the seed. NOLINTBEGIN(bugprone-reserved-identifier)
 extern "C" const char* __asan_default_options() { return "abort_on_error=1"; }
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
+// NOLINTEND(bugprone-reserved-identifier)
 
 namespace {
 

@@ -214,12 +214,25 @@ void Simulation::apply() {
 }
 
 void Simulation::plan() {
+  const Sequence* first = first_running();
   const StepPlan* plan = scheduler_.next_plan();
+  // Whoever is first in line gets on; only others give way.
+  require(first == nullptr || first->is_running(), "the first in line was preempted");
   require(scheduler_.take_events().rows.empty(), "planning ended a request");
   if (plan != nullptr) {
     hash_plan(*plan);
     device_.run(*plan, oracle_, random_);
   }
+}
+
+const Sequence* Simulation::first_running() const {
+  const Sequence* first = nullptr;
+  for (const auto& sequence : scheduler_.sequences()) {
+    if (sequence && sequence->is_running() && (first == nullptr || sequence->rank() < first->rank())) {
+      first = &*sequence;
+    }
+  }
+  return first;
 }
 
 void Simulation::advance() {

@@ -37,6 +37,7 @@ class Simulation {
   void apply();
   void plan();
   void advance();
+  [[nodiscard]] const Sequence* first_running() const;
   void hash_plan(const StepPlan& plan);
   void finish_all();
   [[nodiscard]] std::vector<std::int32_t> random_prompt();

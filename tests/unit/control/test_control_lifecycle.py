@@ -255,3 +255,16 @@ def test_a_crowded_cache_counts_shared_blocks_once(new_driver, depth):
     cached = [driver.sequences[RequestKey(index, 0)].cached_len for index in range(1, 6)]
     assert cached[:2] == [96, 96]
     assert_idle(driver)
+
+
+def test_one_block_in_want_takes_one_victim(new_driver, depth):
+    driver = new_driver(depth, num_blocks=9, max_num_batched_tokens=128, max_model_len=200)
+    for index, prompt_len in enumerate([36, 30, 30]):
+        driver.submit(index, range(100 * index, 100 * index + prompt_len), 30)
+    # The first wants its fourth block when the others have three each, and the pool is full.
+    while driver.plane.stats().num_preemptions == 0:
+        assert driver.step() is not None
+    stats = driver.plane.stats()
+    assert (stats.num_preemptions, stats.num_running, stats.num_waiting) == (1, 2, 1)
+    assert_idle(driver)
+    assert driver.sequences[RequestKey(1, 0)].num_seatings == 1

@@ -98,6 +98,7 @@ def engine_info(**changes: object) -> EngineInfo:
         "kv_bytes": 1,
         "max_model_len": 512,
         "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
         "vocab_size": VOCAB_SIZE,
         "load_s": 0.0,
     }

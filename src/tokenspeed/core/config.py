@@ -44,11 +44,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a step. overlap_depth: steps planned ahead of the last result, 0 or 1.
-    ageing_steps: waiting this many steps lifts a request by one priority class."""
+    """Limits of a step. max_num_batched_tokens: None takes 2048 on a GPU, and on a CPU what it computes in a quarter of
+    a second, so that a long prompt holds up neither other streams nor a cancellation. overlap_depth: steps planned
+    ahead of the last result, 0 or 1. ageing_steps: waiting this many steps lifts a request by one priority class."""
 
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     max_num_waiting: int = 1024
     overlap_depth: int = 1
     ageing_steps: int = 256
@@ -84,11 +85,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         _require(0.0 < cache.memory_fraction <= 0.95, f"--memory-fraction {cache.memory_fraction}: use 0.05 to 0.95")
         _require(1 <= scheduler.max_num_seqs <= 4096, f"--max-num-seqs {scheduler.max_num_seqs}: use 1 to 4096")
-        _require(
-            scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
-            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is below --max-num-seqs "
-            f"{scheduler.max_num_seqs}: each running request needs one token a step",
-        )
+        if scheduler.max_num_batched_tokens is not None:
+            _require(
+                scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
+                f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is below --max-num-seqs "
+                f"{scheduler.max_num_seqs}: each running request needs one token a step",
+            )
         _require(scheduler.overlap_depth in (0, 1), f"--overlap-depth {scheduler.overlap_depth}: use 0 or 1")
         if model.max_model_len is not None:
             _require(model.max_model_len >= 2, f"--max-model-len {model.max_model_len}: give at least 2")

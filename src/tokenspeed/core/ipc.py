@@ -91,6 +91,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_bytes: int
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     vocab_size: int
     load_s: float
     kernels: tuple[KernelBinding, ...] = ()

@@ -38,7 +38,7 @@ from tokenspeed.layers.build import BuildContext
 from tokenspeed.models import CausalLM, resolve
 
 _log = logging.getLogger(__name__)
-_WARMUP_LEN = 32
+_WARMUP_LEN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ class ModelRunner:
             num_kv_blocks=size.num_blocks,
             kv_bytes=size.kv_bytes,
             max_model_len=size.max_model_len,
+            max_num_batched_tokens=placement.step_tokens(config.scheduler, device, None),
             vocab_size=model.vocab_size,
             load_s=0.0,
             kernels=tuple(_binding(kernel) for kernel in ctx.bindings.values()),
@@ -95,7 +96,10 @@ class ModelRunner:
         buffers = InputBuffers(size, max_num_seqs, layers, device)
         runner = cls(info, model, buffers, Sampler(sample, max_num_seqs, model.vocab_size, device))
         if not isinstance(model, ScriptedModel):
-            runner._warm_up(progress)
+            token_s = runner._warm_up(progress)
+            info = dataclasses.replace(
+                info, max_num_batched_tokens=placement.step_tokens(config.scheduler, device, token_s)
+            )
             kv_cache.zero_pages(layers, torch.zeros(1, dtype=torch.int64, device=device))
         runner.info = dataclasses.replace(info, load_s=time.monotonic() - started)
         return runner
@@ -147,19 +151,25 @@ class ModelRunner:
         self._sampler.seat(seating)
         self._prompt_scorer.seat(seating)
 
-    def _warm_up(self, progress: ProgressFn | None) -> None:
-        """A prefill and a decode on the null page, so that the first request pays for no lazy set-up."""
+    def _warm_up(self, progress: ProgressFn | None) -> float:
+        """A prefill and a decode on the null page, so that the first request pays for no lazy set-up, and the prefill
+        once more for its time: seconds a token."""
         prompt_len = max(1, min(_WARMUP_LEN, self.info.max_model_len - 1))
         prompt = np.zeros(prompt_len, dtype=np.int32)
         seating = Seating(0, "warm-up", SamplingParams(temperature=0.0, seed=0), (), prompt, prompt_len)
         plans = (
             _plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True),
             _plain_plan(1, RowKind.DECODE, prompt[:0], seated=False),
+            _plain_plan(2, RowKind.PREFILL_LAST, prompt, seated=True),
         )
+        took_s = 0.0
         for done, plan in enumerate(plans):
+            started = time.monotonic()
             self.launch(plan, (seating,) if len(plan.seated) else ()).wait()
+            took_s = time.monotonic() - started
             if progress is not None:
                 progress("warmup", done + 1, len(plans), "steps")
+        return took_s / prompt_len
 
 
 def _build(source: ModelSource, ctx: BuildContext, progress: ProgressFn | None) -> tuple[CausalLM | ScriptedModel, str]:

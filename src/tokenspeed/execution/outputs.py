@@ -17,7 +17,8 @@ from tokenspeed.core.request import TokenLogprobs
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerInfo:
     """What a model runner offers. num_kv_blocks counts usable pages: ids 1 to num_kv_blocks; page 0 is the null page.
-    max_model_len is already cut to the KV pool. load_s: seconds from the call of create until it could serve."""
+    max_model_len is already cut to the KV pool. max_num_batched_tokens: tokens that a step
+    should have. load_s: seconds from the call of create until it could serve."""
 
     model_type: str
     num_parameters: int
@@ -28,6 +29,7 @@ class RunnerInfo:
     num_kv_blocks: int
     kv_bytes: int
     max_model_len: int
+    max_num_batched_tokens: int
     vocab_size: int
     load_s: float
     kernels: tuple[KernelBinding, ...] = ()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tokenspeed.core.config import DeviceConfig, DType
+from tokenspeed.core.config import DeviceConfig, DType, SchedulerConfig
 from tokenspeed.core.errors import ConfigError
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -23,6 +23,8 @@ _DTYPES: dict[str, torch.dtype] = {
 _CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60
+STEP_S = 0.25
+STEP_TOKENS_MAX = 2048
 
 
 def resolve_device(device: DeviceConfig) -> torch.device:
@@ -124,3 +126,13 @@ def _cgroup_memory_bytes() -> int:
     if words and used:
         available = min(available, max(0, int(words[0]) - int(used[0])))
     return available
+
+
+def step_tokens(scheduler: SchedulerConfig, device: torch.device, token_s: float | None) -> int:
+    """Tokens of a step: as configured, else enough to fill a GPU, and on a CPU what takes about STEP_S by the seconds
+    a prefill token was seen to take. Never below one token for each seat."""
+    if scheduler.max_num_batched_tokens is not None:
+        return scheduler.max_num_batched_tokens
+    if device.type != "cpu" or not token_s:
+        return max(STEP_TOKENS_MAX, scheduler.max_num_seqs)
+    return max(scheduler.max_num_seqs, min(STEP_TOKENS_MAX, int(STEP_S / token_s)))

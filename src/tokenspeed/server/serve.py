@@ -86,7 +86,11 @@ def banner(info: EngineInfo, name: str, address: str) -> str:
         ("model", f"{name} ({info.model_type}, {_parameters(info.num_parameters)} parameters)"),
         ("device", f"{info.device}, {info.dtype}, {info.num_threads} threads"),
         ("KV cache", f"{kv_tokens:,} tokens in {info.num_kv_blocks:,} blocks, {info.kv_bytes / 2**20:,.0f} MiB"),
-        ("context", f"{info.max_model_len:,} tokens, up to {info.max_num_seqs} requests at once"),
+        (
+            "context",
+            f"{info.max_model_len:,} tokens, up to {info.max_num_seqs} requests at once",
+        ),
+        ("step", f"up to {info.max_num_batched_tokens} tokens"),
         ("loaded in", f"{info.load_s:.1f} s"),
         ("address", address),
     )

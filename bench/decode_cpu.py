@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode speed of one stream on the CPU, ours beside transformers bf16, same file, same threads, same run.
+"""Decode speed of one stream on the CPU, ours (float32, the default, and bfloat16) beside transformers bf16: same file,
+same threads, same run.
 
 Prints a line a round and ends with one JSON object. The floor is the bytes of all weights over the read bandwidth that
-this run measures; the two engines take turns, so a noisy machine harms both alike.
+this run measures; the engines take turns, so a noisy machine harms all alike.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.generation.streamers import BaseStreamer
 
 from tokenspeed import AsyncLLM, SamplingParams
-from tokenspeed.core.config import DeviceConfig, EngineConfig, ModelConfig
+from tokenspeed.core.config import CacheConfig, DeviceConfig, DType, EngineConfig, ModelConfig
 from tokenspeed.llm.input_processor import TokensPrompt
 
 
@@ -71,28 +72,51 @@ async def our_round(llm: AsyncLLM, token_ids: list[int], num_tokens: int) -> flo
     return (len(times) - 1) / (times[-1] - times[0])
 
 
+async def start(args: argparse.Namespace, dtype: DType) -> AsyncLLM:
+    model = ModelConfig(model=args.model, dtype=dtype)
+    cache = CacheConfig(kv_tokens=2 * (args.prompt_len + args.num_tokens))
+    return await AsyncLLM.start(EngineConfig(model=model, cache=cache, device=DeviceConfig(num_threads=args.threads)))
+
+
+def load_peer(path: Path) -> torch.nn.Module:
+    """Dense bf16 weights, as from a safetensors checkpoint."""
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        str(path.parent),
+        gguf_file=path.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    return model.eval()
+
+
 async def compare(args: argparse.Namespace) -> dict[str, object]:
     torch.set_num_threads(args.threads)
-    llm = await AsyncLLM.start(
-        EngineConfig(model=ModelConfig(model=args.model), device=DeviceConfig(num_threads=args.threads))
-    )
-    path = Path(llm.source.path)
-    peer = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.bfloat16).eval()
-    token_ids = llm.tokenizer.encode("The history of computing is a history of people who count. " * 40)[
-        : args.prompt_len
-    ]
-    ours: list[float] = []
-    theirs: list[float] = []
+    engines = {"float32": await start(args, "float32"), "bfloat16": await start(args, "bfloat16")}
+    llm = engines["float32"]
+    peer = load_peer(Path(llm.source.path))
+    text = "The history of computing is a history of people who count. " * 40
+    token_ids = llm.tokenizer.encode(text)[: args.prompt_len]
+    rates: dict[str, list[float]] = {"float32": [], "bfloat16": [], "peer": []}
     for index in range(args.rounds + 1):
-        mine = await our_round(llm, token_ids, args.num_tokens)
-        other = await asyncio.to_thread(peer_round, peer, token_ids, args.num_tokens)
-        if index > 0:  # the first round warms both up
-            ours.append(mine)
-            theirs.append(other)
-            print(f"round {index}: tokenspeed {mine:6.1f} tok/s   transformers bf16 {other:6.1f} tok/s", flush=True)
-    info = llm.info
-    await llm.shutdown()
-    bytes_read = info.num_parameters * {"float32": 4, "bfloat16": 2, "float16": 2}[info.dtype]
+        row = {name: await our_round(engine, token_ids, args.num_tokens) for name, engine in engines.items()}
+        row["peer"] = await asyncio.to_thread(peer_round, peer, token_ids, args.num_tokens)
+        if index > 0:  # the first round warms all up
+            for name, rate in row.items():
+                rates[name].append(rate)
+            print(
+                f"round {index}: tokenspeed float32 {row['float32']:6.1f} tok/s, bfloat16 {row['bfloat16']:6.1f} tok/s"
+                f"   transformers bf16 {row['peer']:6.1f} tok/s",
+                flush=True,
+            )
+    num_parameters = llm.info.num_parameters
+    for engine in engines.values():
+        await engine.shutdown()
+    return report(args, rates, num_parameters)
+
+
+def report(args: argparse.Namespace, rates: dict[str, list[float]], num_parameters: int) -> dict[str, object]:
+    """The medians, the floors and where they were measured."""
+    median = {name: statistics.median(values) for name, values in rates.items()}
     bandwidth = read_bandwidth()
     return {
         "benchmark": "decode_cpu",
@@ -100,11 +124,13 @@ async def compare(args: argparse.Namespace) -> dict[str, object]:
         "prompt_len": args.prompt_len,
         "num_tokens": args.num_tokens,
         "threads": args.threads,
-        "dtype": info.dtype,
-        "tokenspeed_tok_s": round(statistics.median(ours), 1),
-        "transformers_bf16_tok_s": round(statistics.median(theirs), 1),
-        "ratio": round(statistics.median(ours) / statistics.median(theirs), 2),
-        "floor_tok_s": round(bandwidth / bytes_read, 1),
+        "tokenspeed_float32_tok_s": round(median["float32"], 1),
+        "tokenspeed_bfloat16_tok_s": round(median["bfloat16"], 1),
+        "transformers_bf16_tok_s": round(median["peer"], 1),
+        "ratio_float32": round(median["float32"] / median["peer"], 2),
+        "ratio_bfloat16": round(median["bfloat16"] / median["peer"], 2),
+        "floor_float32_tok_s": round(bandwidth / (4 * num_parameters), 1),
+        "floor_bfloat16_tok_s": round(bandwidth / (2 * num_parameters), 1),
         "read_gb_s": round(bandwidth / 1e9, 1),
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False

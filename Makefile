@@ -45,9 +45,10 @@ format: $(VENV)/.check ## rewrite the sources in the project's format
 	@find csrc -name '*.h' -o -name '*.cc' | xargs $${CLANG_FORMAT:-clang-format-19} -i
 
 sim: ## the control plane's simulator under ASan and UBSan: make sim SEEDS=1000, or SEED=7 for one
-	@cmake -S . -B build/sim -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTOKENSPEED_TESTS=ON -DTOKENSPEED_SANITIZE=ON >build/sim.log 2>&1 \
-	  || { mkdir -p build; cmake -S . -B build/sim -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTOKENSPEED_TESTS=ON -DTOKENSPEED_SANITIZE=ON; }
-	@cmake --build build/sim -j $(JOBS) >build/sim.log 2>&1 || { cat build/sim.log; exit 1; }
+	@mkdir -p build
+	@cmake -S . -B build/sim -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTOKENSPEED_TESTS=ON -DTOKENSPEED_SANITIZE=ON \
+	  >build/sim.log 2>&1 || { cat build/sim.log; exit 1; }
+	@cmake --build build/sim -j $(JOBS) --target control_sim control_tests >build/sim.log 2>&1 || { cat build/sim.log; exit 1; }
 	@build/sim/csrc/control/control_sim $(if $(SEED),--seed $(SEED) --seeds 1,--seeds $(SEEDS))
 
 bench: $(VENV)/.test ## decode speed of the default model beside transformers, same run

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,16 +71,45 @@ def served(model: str | None) -> Generator[int, None, None]:
     command = [sys.executable, "-m", "tokenspeed.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
     command += [model] if model else []
     print(f"$ tokenspeed {' '.join(command[3:])}", flush=True)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log = _Log(process)
     try:
         port = _wait_for_port(process)
         _wait_for_health(port)
+        log.is_quiet = True
         yield port
         _end(process)
+    except DemoError:
+        log.show()
+        raise
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+class _Log:
+    """Passes the server's stderr on while it starts; then keeps it, so that its lines do not run into the
+    conversation, and shows it when something failed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.is_quiet = False
+        self._kept: list[str] = []
+        self._thread = threading.Thread(target=self._relay, args=(process.stderr,), daemon=True)
+        self._thread.start()
+
+    def show(self) -> None:
+        """Print what was kept."""
+        self._thread.join(1.0)
+        sys.stderr.writelines(self._kept)
+
+    def _relay(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            if self.is_quiet:
+                self._kept.append(line)
+            else:
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
 
 def converse(port: int, max_tokens: int) -> list[Turn]:

@@ -140,9 +140,16 @@ class EngineClient:
         self._die(EngineDeadError("the engine has been shut down"))
         if self._reading is not None:
             self._reading.cancel()
-        await asyncio.to_thread(self._engine.wait, _END_WAIT_S)
+        await self._wait_for_end()
         self._writer.transport.abort()
-        await asyncio.to_thread(self._engine.stop)
+        self._engine.stop()
+
+    async def _wait_for_end(self) -> None:
+        """Until the engine has ended, at most _END_WAIT_S. Polls: while the interpreter exits, when a plain script's
+        LLM is shut down, no thread can be had to wait on."""
+        deadline = time.monotonic() + _END_WAIT_S
+        while not self._engine.wait(0.0) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
 
     def _send(self, message: ToEngine) -> None:
         self._writer.write(encode_frame(message))
@@ -175,7 +182,7 @@ class EngineClient:
                         raise _start_error(message)
                     case Updates():
                         raise AssertionError("updates before the engine said that it can serve")
-        await asyncio.to_thread(self._engine.wait, _END_WAIT_S)
+        await self._wait_for_end()
         raise StartError(f"the engine ended {self._engine.describe_end()} while starting")
 
     async def _read_updates(self) -> None:
@@ -183,7 +190,7 @@ class EngineClient:
             for message in messages:
                 assert isinstance(message, Updates), f"unexpected {type(message).__name__}"
                 self._dispatch(message)
-        await asyncio.to_thread(self._engine.wait, _END_WAIT_S)
+        await self._wait_for_end()
         self._die(EngineDeadError(f"the engine ended {self._engine.describe_end()}; restart the server"))
 
     def _dispatch(self, message: Updates) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import difflib
 import threading
 import weakref
@@ -28,7 +29,7 @@ from tokenspeed.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from tokenspeed.core.errors import ConfigError, InvalidRequestError
+from tokenspeed.core.errors import ConfigError, InvalidRequestError, TokenSpeedError
 from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm.async_llm import AsyncLLM, EngineKind
@@ -267,7 +268,8 @@ def _params_for_each(
 def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     if loop.is_running():
         stopping = asyncio.run_coroutine_threadsafe(llm.shutdown(), loop)
-        concurrent.futures.wait([stopping], timeout=30.0)
+        with contextlib.suppress(concurrent.futures.TimeoutError, TokenSpeedError):
+            stopping.result(timeout=30.0)
     _stop_loop(loop, thread)
 
 

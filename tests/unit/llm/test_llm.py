@@ -109,3 +109,18 @@ def test_a_closed_one_says_so(folder: Path) -> None:
     llm.close()
     with pytest.raises(ConfigError, match="closed"):
         llm.generate("one")
+
+
+@pytest.mark.models
+def test_a_plain_script_that_never_closes_ends_with_its_own_exit_code(smollm2_path: Path) -> None:
+    script = (
+        "import sys\nfrom tokenspeed import LLM, SamplingParams\n"
+        f"llm = LLM({str(smollm2_path)!r}, kv_tokens=1024)\n"
+        "params = SamplingParams(max_tokens=4, temperature=0)\n"
+        "print(llm.generate('The capital of France is', params)[0].outputs[0].text)\n"
+        "sys.exit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "Paris" in done.stdout
+    assert "terminate" not in done.stderr

@@ -82,7 +82,7 @@ SERVER_FLAGS = (
     Flag(("--strict-model-name",), ServerConfig, "strict_model_name", "refuse requests for other model names"),
 )
 SAMPLING_FLAGS = (
-    Flag(("--max-tokens",), SamplingParams, "max_tokens", "generate at most so many", "N"),
+    Flag(("--max-tokens",), SamplingParams, "max_tokens", "generate at most so many (until the model stops)", "N"),
     Flag(("--temperature",), SamplingParams, "temperature", "0 is greedy (the model's own)", "T"),
     Flag(("--top-p",), SamplingParams, "top_p", "nucleus sampling", "P"),
     Flag(("--top-k",), SamplingParams, "top_k", "only the k most likely; 0 is off", "K"),
@@ -248,6 +248,8 @@ def _generate(options: argparse.Namespace) -> int:
     from tokenspeed.server.terminal import StreamingLLM
 
     prompts = options.prompts or [sys.stdin.read()]
+    if not all(prompts):
+        raise ConfigError("the prompt is empty: give it as an argument or on stdin")
     with _progress() as progress, StreamingLLM(_engine_config(options), progress) as model:
         progress.close()
         params = _sampling(options, model.llm.default_params, stop=tuple(options.stop))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import socket
 import subprocess
@@ -178,6 +179,15 @@ def test_generate_reads_stdin(
     monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from stdin"))
     assert cli.main(["generate"]) == 0
     assert capsys.readouterr().out == "nidts morf\n"
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["generate", ""], ["generate", "one", ""]])
+def test_generate_refuses_an_empty_prompt(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert cli.main(arguments) == 1
+    assert "the prompt is empty" in capsys.readouterr().err
 
 
 def test_chat_answers_one_prompt(fake_model: type[FakeStream], capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,10 +76,14 @@ class ContextLengthError(RequestError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, num_prompt_tokens: int, max_model_len: int, param: str = "messages") -> None:
+    def __init__(
+        self, num_prompt_tokens: int, max_model_len: int, param: str = "messages", *, is_lower_bound: bool = False
+    ) -> None:
+        at_least = "at least " if is_lower_bound else ""
         super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
-            f"{num_prompt_tokens} tokens; shorten the prompt or start the server with a longer context.",
+            f"This model's maximum context length is {max_model_len} tokens, of which one must be left for the answer, "
+            f"but the prompt has {at_least}{num_prompt_tokens} tokens; shorten the prompt or start the server with a "
+            "longer context.",
             param,
         )
         self.num_prompt_tokens = num_prompt_tokens

@@ -161,12 +161,13 @@ class EngineLoop:
         plan = self._control.next_plan()
         if plan is not None:
             self._in_flight.append(self._launch(plan))
-        collected = plan is None or len(self._in_flight) > self._overlap_depth
-        if collected and self._in_flight:
+        collects = bool(self._in_flight) and (plan is None or len(self._in_flight) > self._overlap_depth)
+        if collects:
             self._collect(self._in_flight.popleft())
         updates += self._take_updates()
-        blocked = plan is None and not self._in_flight
-        if updates or blocked or collected:
+        # A result may have freed what the next plan waits for, so after one there is always another turn.
+        blocked = plan is None and not collects
+        if updates or blocked or collects:
             self._messages.send(Updates(tuple(updates), _engine_stats(self._control.stats())))
         return blocked
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tokenspeed.checkpoints import ModelSource, ProgressFn
 from tokenspeed.core.config import EngineConfig
-from tokenspeed.core.errors import CapacityError
+from tokenspeed.core.errors import CapacityError, CheckpointError
 from tokenspeed.core.ipc import KernelBinding
 from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
 from tokenspeed.core.request import SamplingParams, TokenLogprobs
@@ -96,7 +96,11 @@ class ModelRunner:
         buffers = InputBuffers(size, max_num_seqs, layers, device)
         runner = cls(info, model, buffers, Sampler(sample, max_num_seqs, model.vocab_size, device))
         if not isinstance(model, ScriptedModel):
-            token_s = runner._warm_up(progress)
+            try:
+                token_s = runner._warm_up(progress)
+            except CheckpointError:
+                runner.close()
+                raise
             info = dataclasses.replace(
                 info, max_num_batched_tokens=placement.step_tokens(config.scheduler, device, token_s)
             )
@@ -165,7 +169,9 @@ class ModelRunner:
         took_s = 0.0
         for done, plan in enumerate(plans):
             started = time.monotonic()
-            self.launch(plan, (seating,) if len(plan.seated) else ()).wait()
+            result = self.launch(plan, (seating,) if len(plan.seated) else ()).wait().result
+            if result.row_faults.any():
+                raise CheckpointError("the model's weights give logits that are not finite; the checkpoint is damaged")
             took_s = time.monotonic() - started
             if progress is not None:
                 progress("warmup", done + 1, len(plans), "steps")

@@ -63,6 +63,9 @@ class ChatPrompt:
 
 
 Prompt = TextPrompt | TokensPrompt | ChatPrompt
+EXACT_CHARS_MAX = 1_000_000
+NORMALISING_MAX = 4
+"""A tokenizer may compose characters before it cuts: so many become one at the most."""
 _PARAM = {TextPrompt: "prompt", TokensPrompt: "prompt", ChatPrompt: "messages"}
 
 
@@ -101,6 +104,7 @@ class InputProcessor:
         self._config = config
         self._template = _chat_template(source, tokenizer, config)
         self._eos_ids = _eos_ids(source, tokenizer)
+        self._token_chars_max = NORMALISING_MAX * _longest_token(tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
@@ -126,9 +130,12 @@ class InputProcessor:
         """The prompt's token ids, each known to the model. Raises InvalidRequestError."""
         match prompt:
             case TextPrompt(text, add_special_tokens):
+                self._require_room(text, "prompt")
                 ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             case ChatPrompt():
-                ids = self._tokenizer.encode(self.render(prompt), add_special_tokens=False)
+                text = self.render(prompt)
+                self._require_room(text, "messages")
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
             case TokensPrompt(token_ids):
                 ids = self._known(token_ids)
         if not ids:
@@ -159,6 +166,13 @@ class InputProcessor:
         )
         sequences = tuple(_sequence(whole, index) for index in range(params.n))
         return ProcessedRequest(tuple(ids), params, sequences, frozenset(self._eos_ids))
+
+    def _require_room(self, text: str, param: str) -> None:
+        """Refuses text that is too long however it is cut: to encode megabytes would hold up every other request. Text
+        of a bearable size is encoded all the same, so that the refusal has its exact count."""
+        num_tokens_min = len(text) // self._token_chars_max
+        if len(text) > EXACT_CHARS_MAX and num_tokens_min >= self._info.max_model_len:
+            raise ContextLengthError(num_tokens_min, self._info.max_model_len, param, is_lower_bound=True)
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:
         vocab_size = self._info.vocab_size
@@ -217,6 +231,11 @@ def _sequence(whole: EngineRequest, index: int) -> EngineRequest:
         sampling=msgspec.structs.replace(params, prompt_logprobs=params.prompt_logprobs if index == 0 else None),
         match_limit=whole.match_limit if index == 0 else None,
     )
+
+
+def _longest_token(tokenizer: TextCodec) -> int:
+    """Characters of the longest token of the vocabulary."""
+    return max(len(tokenizer.token_text(token_id)) for token_id in range(tokenizer.vocab_size))
 
 
 def _eos_ids(source: ModelSource, tokenizer: TextCodec) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from tokenspeed.checkpoints import ModelSource
-from tokenspeed.core.errors import InvalidRequestError
+from tokenspeed.core.errors import CheckpointError, InvalidRequestError
 from tokenspeed.core.request import SamplingParams
 
 N_MAX = 128
@@ -38,8 +38,13 @@ def default_sampling(source: ModelSource) -> dict[str, float]:
         value = source.generation_config.get(field)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             defaults[field] = value
-    if "top_k" in defaults:
+    if "top_k" in defaults and math.isfinite(defaults["top_k"]):
         defaults["top_k"] = int(defaults["top_k"])
+    try:
+        _check_shape(_typed(SamplingParams(**defaults)))  # type: ignore[arg-type]
+        _check_penalties(SamplingParams(**defaults))  # type: ignore[arg-type]
+    except InvalidRequestError as error:
+        raise CheckpointError(f"generation_config.json: {error}") from None
     return defaults
 
 
@@ -85,7 +90,7 @@ def _check_shape(params: SamplingParams) -> None:
         params.temperature,
         f"from 0 to {TEMPERATURE_MAX:.0f}",
     )
-    _require(0 <= params.top_k <= INT32_MAX, "top_k", params.top_k, "at least 0 (0 or -1 turns it off)")
+    _require(0 <= params.top_k <= INT32_MAX, "top_k", params.top_k, f"from 0 to {INT32_MAX} (0 or -1 turns it off)")
     _require(0.0 < params.top_p <= 1.0, "top_p", params.top_p, "above 0 and at most 1")
     _require(0.0 <= params.min_p <= 1.0, "min_p", params.min_p, "from 0 to 1")
     _require(1 <= params.n <= N_MAX, "n", params.n, f"from 1 to {N_MAX}")
@@ -108,8 +113,8 @@ def _check_penalties(params: SamplingParams) -> None:
 
 def _check_lengths(params: SamplingParams) -> None:
     if params.max_tokens is not None:
-        _require(1 <= params.max_tokens <= INT32_MAX, "max_tokens", params.max_tokens, "at least 1")
-    _require(0 <= params.min_tokens <= INT32_MAX, "min_tokens", params.min_tokens, "at least 0")
+        _require(1 <= params.max_tokens <= INT32_MAX, "max_tokens", params.max_tokens, f"from 1 to {INT32_MAX}")
+    _require(0 <= params.min_tokens <= INT32_MAX, "min_tokens", params.min_tokens, f"from 0 to {INT32_MAX}")
     if params.max_tokens is not None:
         _require(
             params.min_tokens <= params.max_tokens,

@@ -99,6 +99,12 @@ def supported() -> tuple[str, ...]:
 def resolve(config: Config) -> Family:
     """The family that `model_type` names. A multimodal configuration whose text_config is of a supported type is
     served as text. UnsupportedModelError names the supported ones."""
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        method = quantization.get("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"config.json asks for {method!r} quantisation, which is not supported yet; use the plain model or a GGUF"
+        )
     model_type = config.get("model_type")
     if model_type in supported():
         module = importlib.import_module(f"{__name__}.{model_type}")

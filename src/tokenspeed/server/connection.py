@@ -31,6 +31,8 @@ async def read_struct(request: Request, kind: type[T], bytes_max: int) -> T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
         raise decode_failure(error) from None
+    except RecursionError:
+        raise HttpError(400, "the request body is nested too deeply", code="invalid_json", param="body") from None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tokenspeed.core.errors import OverloadedError, RequestError
+from tokenspeed.core.errors import InvalidRequestError, OverloadedError, RequestError
 from tokenspeed.core.request import FinishReason, SamplingParams
 from tokenspeed.llm.input_processor import Prompt
 from tokenspeed.llm.outputs import CompletionOutput, LogprobEntry, RequestOutput
@@ -100,6 +100,10 @@ async def pieces(served: Served, job: Job, tally: Tally) -> AsyncGenerator[Piece
 
     Raises RequestError, OverloadedError, EngineDeadError, and GenerationError for a completion that broke off.
     """
+    limits = served.llm.config.scheduler
+    most = limits.max_num_waiting + limits.max_num_seqs
+    if job.num_choices > most:
+        raise InvalidRequestError(f"{job.num_choices} completions are asked for; this server queues {most}", "n")
     watch = _Watch(served, job, tally)
     sources = [
         served.llm.generate(prompt, job.params, request_id=_part_id(job, index), priority=job.priority)

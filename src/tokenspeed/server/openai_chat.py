@@ -264,6 +264,8 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for index, part in enumerate(content):
+        if part.text is None and part.type == "text":
+            raise InvalidRequestError(f"{where}[{index}].text is missing", f"{where}[{index}].text")
         if part.type not in ("text", "input_text", "output_text") or part.text is None:
             param = f"{where}[{index}].type"
             raise InvalidRequestError(f"{param} is {part.type!r}; this model takes text parts only", param)

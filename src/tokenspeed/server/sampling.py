@@ -35,6 +35,10 @@ _PLAIN = (
 
 # Constraints and decoding modes that this server does not offer, with the values that ask for nothing.
 _REFUSED: dict[str, tuple[object, ...]] = {
+    "cache_salt": (),
+    "prompt_embeds": (),
+    "audio": (),
+    "modalities": (["text"],),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "early_stopping": (False,),
@@ -91,6 +95,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     priority: int | None = None
     best_of: int | None = None
 
+    cache_salt: Any = None
+    prompt_embeds: Any = None
+    audio: Any = None
+    modalities: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     early_stopping: Any = None

@@ -30,8 +30,10 @@ def request(request_id: str, prompt: str = "hi", *, max_tokens: int = 4, **field
 class Harness:
     """A loop over fakes, and what it sent, by request."""
 
-    def __init__(self, *turns: list[ToEngine], depth: int = 1, runner: FakeRunner | None = None) -> None:
-        self.control = FakeControl()
+    def __init__(
+        self, *turns: list[ToEngine], depth: int = 1, runner: FakeRunner | None = None, num_seats: int = 64
+    ) -> None:
+        self.control = FakeControl(num_seats)
         self.runner = runner or FakeRunner()
         self.messages = FakeMessages(list(turns))
         self.faults: list[Exception] = []
@@ -166,3 +168,15 @@ def test_one_message_a_step() -> None:
     harness = Harness([request("a"), request("b"), request("c")]).settle()
     with_news = [message for message in harness.messages.sent if isinstance(message, Updates) and message.updates]
     assert [len(message.updates) for message in with_news] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_loop_never_sleeps_while_a_request_waits_for_what_a_result_frees(depth: int) -> None:
+    harness = Harness([request("a"), request("b"), request("c")], depth=depth, num_seats=1)
+    for _ in range(200):
+        slept = harness.loop.turn(0.0)
+        ended = all(updates and updates[-1].finish_reason for updates in map(harness.of, "abc"))
+        assert ended or not slept, "asleep with work to do"
+        if ended:
+            return
+    raise AssertionError("the requests do not end")

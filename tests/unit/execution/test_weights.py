@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed.core.errors import CapacityError, CheckpointError
+from tokenspeed.core.errors import CapacityError, CheckpointError, UnsupportedModelError
 from tokenspeed.execution import weights
 
 PROMPT = list(range(3, 25))
@@ -114,3 +114,18 @@ def test_weights_that_memory_cannot_hold_are_refused(
     monkeypatch.setattr(weights, "available_memory_bytes", lambda device: 1000)
     with pytest.raises(CapacityError, match="out of memory: the weights need 0 MiB"):
         tools.new_runner(tools.engine_config(tiny_path))
+
+
+def test_weights_that_are_not_numbers_are_noticed_at_start(tmp_path: Path, tools: Any) -> None:
+    tensors = tools.tiny_tensors(tools.CONFIG)
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
+    folder = tools.write_checkpoint(tmp_path / "nan", tools.CONFIG, [tensors])
+    with pytest.raises(CheckpointError, match="not finite"):
+        tools.new_runner(tools.engine_config(folder))
+
+
+def test_a_quantisation_that_is_not_known_is_refused_by_name(tmp_path: Path, tools: Any) -> None:
+    config = {**tools.CONFIG, "quantization_config": {"quant_method": "gptq"}}
+    folder = tools.write_checkpoint(tmp_path / "gptq", config, [tools.tiny_tensors(tools.CONFIG)])
+    with pytest.raises(UnsupportedModelError, match="gptq"):
+        tools.new_runner(tools.engine_config(folder))

@@ -19,6 +19,7 @@ from scripted import write_scripted_model
 from tokenspeed.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tokenspeed.core.errors import (
     ConfigError,
+    ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -220,6 +221,19 @@ def test_a_long_prompt_is_encoded_without_stopping_the_loop(run: Running) -> Non
         with pytest.raises(Exception, match="8192") as caught:
             await run.llm.submit(TextPrompt("word " * 100_000))
         assert "500000" in str(caught.value)
+
+    run(scenario())
+
+
+def test_megabytes_are_refused_without_being_encoded(run: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        def encode(*_: object, **__: object) -> list[int]:
+            raise AssertionError("encoded all the same")
+
+        monkeypatch.setattr(type(run.llm.tokenizer), "encode", encode)
+        with pytest.raises(ContextLengthError, match=r"8192 tokens.*at least \d+ tokens") as caught:
+            await run.llm.submit(TextPrompt("word " * 1_000_000))
+        assert caught.value.num_prompt_tokens >= 8192
 
     run(scenario())
 

@@ -12,6 +12,7 @@ from fakes import BOS, EOS, VOCAB_SIZE, FakeSource, byte_tokenizer, engine_info,
 from tokenspeed.core.config import EngineConfig, ModelConfig
 from tokenspeed.core.errors import (
     CapacityExceededError,
+    CheckpointError,
     ConfigError,
     ContextLengthError,
     InvalidRequestError,
@@ -200,6 +201,12 @@ def test_defaults_come_from_generation_config() -> None:
     config = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "do_sample": True, "min_p": None, "eos_token_id": 2}
     assert default_sampling(FakeSource(generation_config=config)) == {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
     assert default_sampling(FakeSource()) == {}
+
+
+@pytest.mark.parametrize("config", [{"top_p": 7}, {"top_k": -5}, {"temperature": float("nan")}, {"top_k": 1e99}])
+def test_defaults_that_no_request_could_use_are_refused_at_start(config: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match=rf"generation_config.json: {next(iter(config))}"):
+        default_sampling(FakeSource(generation_config=config))
 
 
 def test_a_scripted_reply_is_the_first_that_matches() -> None:

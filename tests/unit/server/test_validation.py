@@ -58,6 +58,11 @@ MESSAGES = '"messages": [{"role": "user", "content": "hi"}]'
         (CHAT, f'{{{MESSAGES}, "logprobs": true, "top_logprobs": 21}}', "logprobs"),
         (CHAT, f'{{{MESSAGES}, "priority": 99999999999}}', "priority"),
         (CHAT, f'{{{MESSAGES}, "stream": true, "prompt_logprobs": 1}}', "prompt_logprobs"),
+        (CHAT, f'{{{MESSAGES}, "cache_salt": "x"}}', "cache_salt"),
+        (CHAT, f'{{{MESSAGES}, "modalities": ["audio"]}}', "modalities"),
+        (CHAT, '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "messages[0].content[0].text"),
+        (CHAT, f'{{{MESSAGES}, "metadata": {"[" * 3000 + "]" * 3000}}}', "body"),
+        (COMPLETIONS, '{"prompt": ' + f"{['a'] * 100}".replace("'", '"') + ', "n": 128}', "n"),
     ],
 )
 def test_bad_fields_are_named(shared: Any, path: str, body: str, param: str) -> None:

@@ -6,8 +6,8 @@ CASE 0 of each file is a control that compiles, so that a case cannot pass becau
 
 from __future__ import annotations
 
-import re
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path

@@ -86,6 +86,7 @@ def served(model: str | None) -> Generator[int, None, None]:
         if process.poll() is None:
             process.kill()
             process.wait()
+        log.close()
 
 
 class _Log:
@@ -94,6 +95,7 @@ class _Log:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.is_quiet = False
+        self._process = process
         self._kept: list[str] = []
         self._thread = threading.Thread(target=self._relay, args=(process.stderr,), daemon=True)
         self._thread.start()
@@ -102,6 +104,13 @@ class _Log:
         """Print what was kept."""
         self._thread.join(1.0)
         sys.stderr.writelines(self._kept)
+
+    def close(self) -> None:
+        """To be called when the server has ended."""
+        self._thread.join(1.0)
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
 
     def _relay(self, lines: Iterable[str]) -> None:
         for line in lines:

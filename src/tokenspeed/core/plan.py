@@ -46,6 +46,7 @@ class FinishCode(enum.IntEnum):
     LENGTH = 2
     CANCELLED = 3
     FAULT = 4
+    DEADLINE = 5
 
 
 class EventField(enum.IntEnum):
@@ -66,18 +67,80 @@ class RequestKey:
     generation: int
 
 
+class GroupKind(enum.IntEnum):
+    """What a cache group keeps of a sequence. FULL: K/V of every token. WINDOW: of the last tokens only. RECURRENT: one
+    state, and snapshots of it at block boundaries."""
+
+    FULL = 0
+    WINDOW = 1
+    RECURRENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share one page table; a group's place in the list of groups is its number in a plan.
+
+    block_size: tokens a page covers (RECURRENT: tokens between two snapshots). num_blocks: usable pages, numbered from
+    1; page 0 is the null page and comes on top. num_host_blocks: pages of the host tier, numbered alike; 0 means none.
+    window: tokens a WINDOW layer looks back on, the current one included.
+    """
+
+    kind: GroupKind
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int = 0
+    window: int | None = None
+
+
+class HostStore(enum.IntEnum):
+    """When a page is copied to the host tier: as soon as it is full, or when its memory is about to be wanted."""
+
+    ON_SEAL = 0
+    ON_PRESSURE = 1
+
+
+class KvEventKind(enum.IntEnum):
+    """Column KIND of KvEvents.rows."""
+
+    STORED = 0
+    REMOVED = 1
+
+
+class KvTier(enum.IntEnum):
+    """Column TIER of KvEvents.rows."""
+
+    DEVICE = 0
+    HOST = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvents:
+    """What the prefix index gained and lost since the events were last taken, in order: replaying them from the start
+    gives the index.
+
+    rows: (n, 8) int64: kind, tier, partition * number of groups + group, the block's hash (high, low), its parent's
+    hash (high, low), number of tokens. token_ids: (sum of the last column,) int32; only device pages carry tokens.
+    """
+
+    rows: NDArray[np.int64]
+    token_ids: Int32Array
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step.
 
-    rows: (num_rows, 5), see RowField. Decode rows come first. context_len counts tokens of the sequence whose
-    K/V are already in the cache (for DECODE with a step in flight: the committed lower bound; the device's own
-    seq_len[seat] is exact). query_len counts tokens computed now.
+    rows: (num_rows, 5), see RowField; there may be none, where a plan only moves pages. Decode rows come first.
+    context_len counts tokens of the sequence whose K/V are already in the cache (for DECODE with a step in flight: the
+    committed lower bound; the device's own seq_len[seat] is exact). query_len counts tokens computed now, 1 + draft_len
+    in a decode row.
     token_ids: (sum of query_len over PREFILL and PREFILL_LAST rows,), in row order.
     seated: (n, 3) seat, request index, generation: seats that a request took for this step; such a seat's page
     table is empty before page_delta is applied.
-    page_delta: (n, 4) seat, group, block index in the sequence, page. zero: (n, 2) group, page.
-    copy: (n, 3) group, source page, target page. load and store: (n, 4) lease, group, device page, host page.
+    page_delta: (n, 4) seat, group, block index in the sequence, page; page 0 takes an expired block out of the table.
+    zero: (n, 2) group, page. copy: (n, 3) group, source page, target page.
+    load and store: (n, 4) lease, partition * number of groups + group, device page, host page. Rows of one lease are
+    one transfer and are answered by one acknowledgement. Host page 0 stands for the peer of a remote prefill.
     """
 
     step_id: int
@@ -138,8 +201,9 @@ class Seating:
 
 @dataclass(frozen=True, slots=True)
 class ControlStats:
-    """Counters and gauges, kept incrementally. used_blocks are those that live requests hold; blocks that are only
-    cached count as free."""
+    """Counters and gauges, kept incrementally. used_blocks are those that live and held requests hold; blocks that are
+    only cached count as free. Blocks are those of the first group, over all partitions. num_waiting includes requests
+    that wait for a transfer. loaded_tokens: prompt tokens that came back from the host tier."""
 
     num_running: int
     num_waiting: int
@@ -153,3 +217,8 @@ class ControlStats:
     prompt_tokens: int
     generated_tokens: int
     num_steps: int
+    host_used_blocks: int = 0
+    host_total_blocks: int = 0
+    loaded_tokens: int = 0
+    stored_blocks: int = 0
+    num_transfers: int = 0

@@ -52,6 +52,25 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Keep the pages of a request that ends well for the session's next turn: for ttl_s seconds unless told otherwise
+    after the end. priority: lower is kept longer when memory runs short."""
+
+    session: str
+    ttl_s: float
+    priority: int = 0
+
+
+class ContentSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Placeholder tokens start to start + length stand for something whose 128-bit content hash is (high, low): two
+    prompts share the blocks that touch a span only if the contents are the same."""
+
+    start: int
+    length: int
+    hash_high: int
+    hash_low: int
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence for the engine (n > 1 is n of these).
 
@@ -59,6 +78,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     end_token_ids: ids that end the sequence (end-of-sequence ids unless ignore_eos, and stop_token_ids).
     forced_token_ids: packed int32; when given, the sampler is made to return these in turn (scripted models).
     match_limit: at most this many prompt tokens may come from the prefix cache; None means no limit.
+    retain: keep the pages after the end for the session's next turn. timeout_s: the request ends, in whatever state it
+    is, so many seconds after it was queued.
     """
 
     request_id: str
@@ -67,7 +88,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     end_token_ids: tuple[int, ...] = ()
     priority: int = 0
     namespace: str = ""
-    session_id: str | None = None
+    adapter: str = ""
+    spans: tuple[ContentSpan, ...] = ()
+    retain: Retention | None = None
+    timeout_s: float | None = None
     match_limit: int | None = None
     forced_token_ids: bytes | None = None
 

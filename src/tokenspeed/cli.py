@@ -60,6 +60,8 @@ MODEL_FLAGS = (
     Flag(("--block-size",), CacheConfig, "block_size", "tokens in a KV block", "TOKENS"),
     Flag(("--kv-tokens",), CacheConfig, "kv_tokens", "KV pool in tokens (a share of free memory)", "TOKENS"),
     Flag(("--memory-fraction",), CacheConfig, "memory_fraction", "that share", "F"),
+    Flag(("--host-kv-tokens",), CacheConfig, "host_tokens", "host memory for evicted blocks; 0 is off", "TOKENS"),
+    Flag(("--host-store",), CacheConfig, "host_store", "copy blocks there when full, or when memory runs short"),
     Flag(("--prefix-caching",), CacheConfig, "prefix_caching", "reuse the K/V of a prompt's known beginning"),
     Flag(("--max-num-seqs",), SchedulerConfig, "max_num_seqs", "requests that run at once", "N"),
     Flag(

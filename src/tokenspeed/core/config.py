@@ -17,6 +17,7 @@ from tokenspeed.core.errors import ConfigError
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy", "scripted"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+HostStoreName = Literal["seal", "pressure"]
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -35,12 +36,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV pool. kv_tokens: its size in tokens; None takes memory_fraction of what is free after loading."""
+    """The KV pool. kv_tokens: its size in tokens; None takes memory_fraction of what is free after loading.
+    host_tokens: size in tokens of the host tier, where evicted blocks wait to come back; 0 means none. host_store: a
+    block goes there as soon as it is full (seal), or when its memory is about to be wanted (pressure)."""
 
     block_size: int = 16
     kv_tokens: int | None = None
     memory_fraction: float = 0.5
     prefix_caching: bool = True
+    host_tokens: int = 0
+    host_store: HostStoreName = "seal"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +88,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--kv-tokens {cache.kv_tokens}: the KV pool is too small for one request; "
                 f"give at least {2 * block_size}",
             )
+        _validate_host_tier(cache)
         _require(0.0 < cache.memory_fraction <= 0.95, f"--memory-fraction {cache.memory_fraction}: use 0.05 to 0.95")
         _require(1 <= scheduler.max_num_seqs <= 4096, f"--max-num-seqs {scheduler.max_num_seqs}: use 1 to 4096")
         if scheduler.max_num_batched_tokens is not None:
@@ -144,6 +150,24 @@ def child_environment(num_threads: int | None) -> dict[str, str]:
     if num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(num_threads)
     return environment
+
+
+def _validate_host_tier(cache: CacheConfig) -> None:
+    if cache.host_tokens == 0:
+        _require(
+            cache.host_store == "seal", f"--host-store {cache.host_store} without a host tier: give --host-kv-tokens"
+        )
+        return
+    _require(
+        cache.host_tokens >= cache.block_size,
+        f"--host-kv-tokens {cache.host_tokens}: the host tier is too small for one block; give at least "
+        f"{cache.block_size}, or 0 for none",
+    )
+    _require(
+        cache.prefix_caching,
+        f"--host-kv-tokens {cache.host_tokens} with --no-prefix-caching: what comes back from the host tier is found "
+        "through the prefix cache; drop one of the two",
+    )
 
 
 def _require(holds: bool, message: str) -> None:

@@ -28,7 +28,7 @@ from tokenspeed.core.plan import (
     StepPlan,
     StepResult,
 )
-from tokenspeed.core.request import TokenLogprobs
+from tokenspeed.core.request import ContentSpan, Retention, TokenLogprobs
 from tokenspeed.engine.channel import Channel, ChannelClosedError
 from tokenspeed.engine.step import EngineLoop
 from tokenspeed.llm.tokenizer import Tokenizer
@@ -112,6 +112,8 @@ class _Sequence:
     max_new_tokens: int
     min_new_tokens: int
     end_token_ids: tuple[int, ...]
+    retain: Retention | None = None
+    deadline_ms: int | None = None
     seat: int | None = None
     generated: list[int] = field(default_factory=list)
     num_planned: int = 0
@@ -127,9 +129,18 @@ class FakeRefusal:
 
 
 class FakeControl:
-    """Seats requests in order of arrival and decodes all of them in each step. Fits every prompt in one chunk."""
+    """Seats requests in order of arrival and decodes all of them in each step. Fits every prompt in one chunk.
+
+    moves: (leases to load, leases to store) of the next plans, which have no rows where nothing runs. holds: what was
+    said of ended requests. transfers: what was said of leases, and `advance` for each result between them.
+    """
 
     def __init__(self, max_num_seqs: int = 64, capacity_tokens: int = 10_000) -> None:
+        self.moves: list[tuple[list[int], list[int]]] = []
+        self.holds: list[tuple[RequestKey, int | None]] = []
+        self.transfers: list[tuple[int, bool] | str] = []
+        self.submitted: list[dict[str, object]] = []
+        self._now_ms = 0
         self._queued: list[_Sequence] = []
         self._live: dict[RequestKey, _Sequence] = {}
         self._seats = list(range(max_num_seqs))[::-1]
@@ -151,10 +162,17 @@ class FakeControl:
         priority: int,
         namespace: str,
         match_limit: int | None,
+        adapter: str,
+        spans: tuple[ContentSpan, ...],
+        retain: Retention | None,
+        deadline_ms: int | None,
     ) -> None:
         assert key not in self.seen_keys, f"{key} used twice"
         self.seen_keys.append(key)
-        self._queued.append(_Sequence(key, token_ids.tolist(), max_new_tokens, min_new_tokens, end_token_ids))
+        self.submitted.append({"adapter": adapter, "spans": spans, "retain": retain, "deadline_ms": deadline_ms})
+        self._queued.append(
+            _Sequence(key, token_ids.tolist(), max_new_tokens, min_new_tokens, end_token_ids, retain, deadline_ms)
+        )
 
     def cancel(self, key: RequestKey) -> None:
         self._ends.append((key, FinishCode.CANCELLED, None))
@@ -162,8 +180,18 @@ class FakeControl:
     def finish(self, key: RequestKey, keep_tokens: int) -> None:
         self._ends.append((key, FinishCode.STOP, keep_tokens))
 
+    def retain(self, key: RequestKey, deadline_ms: int) -> None:
+        self.holds.append((key, deadline_ms))
+
+    def release(self, key: RequestKey) -> None:
+        self.holds.append((key, None))
+
+    def transfer_done(self, lease: int, ok: bool) -> None:
+        self.transfers.append((lease, ok))
+
     def tick(self, now_ms: int) -> None:
-        assert now_ms >= 0
+        assert now_ms >= self._now_ms
+        self._now_ms = now_ms
 
     def apply(self) -> list[FakeRefusal]:
         refusals = []
@@ -176,6 +204,9 @@ class FakeControl:
         ends, self._queued, self._ends = self._ends, [], []
         for key, code, _ in ends:
             self._end(self._live[key], [], code)
+        for sequence in list(self._live.values()):
+            if sequence.deadline_ms is not None and sequence.deadline_ms <= self._now_ms:
+                self._end(sequence, [], FinishCode.DEADLINE)
         return refusals
 
     def next_plan(self) -> StepPlan | None:
@@ -195,20 +226,25 @@ class FakeControl:
                 rows.append((sequence.seat, RowKind.DECODE, context_len, 1, 0))
             sequence.num_planned += 1
             sequences.append(sequence)
-        if not rows:
+        loads, stores = self.moves.pop(0) if self.moves else ([], [])
+        if not rows and not loads and not stores:
             return None
         self.num_steps += 1
         self._plans[self.num_steps] = sequences
-        nothing = [np.zeros((0, width), np.int32) for width in (4, 2, 3, 4, 4)]
+        nothing = [np.zeros((0, width), np.int32) for width in (4, 2, 3)]
+        moves = [np.array([(lease, 0, 1, 1) for lease in each], np.int32).reshape(-1, 4) for each in (loads, stores)]
         return StepPlan(
             self.num_steps,
-            np.array(rows, np.int32),
+            np.array(rows, np.int32).reshape(-1, 5),
             np.array(token_ids, np.int32),
             np.array(seated, np.int32).reshape(-1, 3),
             *nothing,
+            *moves,
         )
 
     def advance(self, result: StepResult) -> None:
+        self.transfers.append("advance")
+        assert len(result.accepted_offsets) == len(self._plans[result.step_id]) + 1
         for row, sequence in enumerate(self._plans.pop(result.step_id)):
             if sequence.key not in self._live:
                 continue
@@ -258,6 +294,7 @@ class FakeOutput:
     result: StepResult
     logprobs: Sequence[Sequence[TokenLogprobs] | None]
     prompt_logprobs: Sequence[FakePromptLogprobs | None]
+    transfers: tuple[tuple[int, bool], ...] = ()
 
 
 @dataclass
@@ -280,12 +317,14 @@ class FakeHandle:
 class FakeRunner:
     """Says the forced ids of a seat, else `next_token(seating, number of tokens so far)`.
 
-    faulty: request ids whose rows are faulty. broken: request ids whose step raises. pace: called before each step.
+    faulty: request ids whose rows are faulty. broken: request ids whose step raises. lost: leases whose transfer fails;
+    one of `broken` breaks its step. pace: called before each step.
     """
 
     next_token: Callable[[Seating, int], int] = lambda seating, count: ord("a") + count % 26
     faulty: frozenset[str] = frozenset()
-    broken: frozenset[str] = frozenset()
+    broken: frozenset[str | int] = frozenset()
+    lost: frozenset[int] = frozenset()
     pace: Callable[[], None] = lambda: None
     num_in_flight: int = 0
     max_in_flight: int = 0
@@ -302,7 +341,8 @@ class FakeRunner:
             self._seats[seating.seat] = seating
             self._counts[seating.seat] = len(seating.token_ids) - seating.prompt_len
         seats = [self._seats[seat] for seat in plan.rows[:, 0].tolist()]
-        if any(seating.request_id in self.broken for seating in seats):
+        leases = dict.fromkeys((*plan.load[:, 0].tolist(), *plan.store[:, 0].tolist()))
+        if self.broken.intersection((*(seating.request_id for seating in seats), *leases)):
             return FakeHandle(None, self, RuntimeError("the step broke"))
         token_ids = [self._sample(seating) for seating in seats]
         faults = np.array([seating.request_id in self.faulty for seating in seats], np.int32)
@@ -314,7 +354,8 @@ class FakeRunner:
             _prompt_logprobs(seating) if kind == RowKind.PREFILL_LAST else None
             for seating, kind in zip(seats, plan.rows[:, 1].tolist(), strict=True)
         ]
-        return FakeHandle(FakeOutput(result, logprobs, prompts), self)
+        transfers = tuple((lease, lease not in self.lost) for lease in leases)
+        return FakeHandle(FakeOutput(result, logprobs, prompts, transfers), self)
 
     def _sample(self, seating: Seating) -> int:
         count = self._counts[seating.seat]

@@ -16,6 +16,9 @@ from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.request import EngineRequest, SequenceUpdate
 
 FRAME_LEN_MAX = 256 * 1024 * 1024
+NUM_RETAINED_MAX = 16_384
+"""Ended requests that Retain and Release may still name; the oldest is forgotten, and its pages then go in their own
+time."""
 _HEADER = struct.Struct("<I")
 
 
@@ -45,14 +48,16 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retain(msgspec.Struct, frozen=True, tag=True):
-    """Keep the finished request's pages for ttl_s seconds."""
+    """Keep the pages of a request that was submitted with a retention for ttl_s seconds from now. May come before its
+    end or after it; ids that are unknown, or whose pages have gone, are ignored."""
 
     request_id: str
     ttl_s: float
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Let go of the finished request's pages."""
+    """Let go of the pages of a request that was submitted with a retention, at its end or after it. Unknown ids are
+    ignored."""
 
     request_id: str
 
@@ -110,6 +115,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_held: int = 0
     used_blocks: int = 0
     cached_blocks: int = 0
     total_blocks: int = 0
@@ -119,6 +125,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     num_steps: int = 0
+    host_used_blocks: int = 0
+    host_total_blocks: int = 0
+    loaded_tokens: int = 0
+    stored_blocks: int = 0
 
 
 class Updates(msgspec.Struct, frozen=True, tag=True):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the loop remembers of each live request: its key, its tokens so far and the log-probabilities that wait for
-their tokens. Knows nothing of plans, pages or sockets.
+their tokens; and of ended ones that asked to be kept, the key. Knows nothing of plans, pages or sockets.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tokenspeed.core.ipc import NUM_RETAINED_MAX
 from tokenspeed.core.plan import FinishCode, Int32Array, RequestKey, Seating
 from tokenspeed.core.request import EngineRequest, FinishReason, SequenceUpdate, TokenLogprobs
 
@@ -20,7 +21,9 @@ _REASONS = {
     FinishCode.LENGTH: FinishReason.LENGTH,
     FinishCode.CANCELLED: FinishReason.CANCELLED,
     FinishCode.FAULT: FinishReason.ERROR,
+    FinishCode.DEADLINE: FinishReason.ERROR,
 }
+_KEPT = (FinishReason.STOP, FinishReason.LENGTH)
 FAULT_MESSAGE = "the model produced no usable numbers for this request (NaN), or its step failed"
 
 
@@ -84,8 +87,18 @@ class Record:
             prompt_logprobs=self._take_prompt_logprobs() if token_ids else None,
             finish_reason=_REASONS[code],
             end_token_id=token_ids[-1] if ended_by_token else None,
-            error=FAULT_MESSAGE if code is FinishCode.FAULT else None,
+            error=self._error(code),
         )
+
+    def _error(self, code: FinishCode) -> str | None:
+        match code:
+            case FinishCode.FAULT:
+                return FAULT_MESSAGE
+            case FinishCode.DEADLINE:
+                assert self.request.timeout_s is not None, f"{self.request.request_id}: it had no time limit"
+                return f"the request's time limit of {self.request.timeout_s:g} s passed"
+            case _:
+                return None
 
     def _unknown_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         if self.request.sampling.prompt_logprobs is None:
@@ -102,13 +115,16 @@ class Record:
 
 
 class RecordBook:
-    """All live requests, by id and by key. Indices are reused; a (index, generation) pair never is."""
+    """All live requests, by id and by key. Indices are reused; a (index, generation) pair never is, so that the key of
+    an ended request still names its pages. num_retained_max: so many of those keys are known; the oldest go first."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_retained_max: int = NUM_RETAINED_MAX) -> None:
         self._by_id: dict[str, Record] = {}
         self._by_key: dict[RequestKey, Record] = {}
         self._free_indices: list[int] = []
         self._generations: list[int] = []
+        self._retained: dict[str, RequestKey] = {}
+        self._num_retained_max = num_retained_max
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -139,6 +155,27 @@ class RecordBook:
         record = self._by_key.get(key)
         assert record is not None, f"no live request has key {key}"
         return record
+
+    def find_retained(self, request_id: str) -> RequestKey | None:
+        """The key of the request of that id if it asked to be kept, live or ended."""
+        record = self._by_id.get(request_id)
+        if record is None:
+            return self._retained.get(request_id)
+        return None if record.request.retain is None else record.key
+
+    def retire(self, key: RequestKey, reason: FinishReason) -> Record:
+        """Forget an ended request but, where its pages may have been kept, for its key."""
+        record = self.remove(key)
+        if record.request.retain is not None and reason in _KEPT:
+            self._retained.pop(record.request.request_id, None)
+            self._retained[record.request.request_id] = key
+            while len(self._retained) > self._num_retained_max:
+                del self._retained[next(iter(self._retained))]
+        return record
+
+    def forget_retained(self, request_id: str) -> None:
+        """An ended request's pages are let go: its key is of no more use."""
+        self._retained.pop(request_id, None)
 
     def remove(self, key: RequestKey) -> Record:
         """Forget the request; its index may be used again."""

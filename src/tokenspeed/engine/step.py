@@ -2,11 +2,12 @@
 """The loop: messages become events, events a plan, a plan a step, a step's result updates.
 
 One body serves both depths of overlap: steps in flight are a deque of length 0 or 1 between two turns. Knows the map
-request id ⇄ RequestKey and each request's tokens; knows no scheduling policy, no tensor and no text.
+request id ⇄ RequestKey, each request's tokens and the clock; knows no scheduling policy, no tensor and no text.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,7 +40,14 @@ from tokenspeed.core.plan import (
     StepPlan,
     StepResult,
 )
-from tokenspeed.core.request import FinishReason, SequenceUpdate, TokenLogprobs
+from tokenspeed.core.request import (
+    ContentSpan,
+    EngineRequest,
+    FinishReason,
+    Retention,
+    SequenceUpdate,
+    TokenLogprobs,
+)
 from tokenspeed.engine.sequences import PromptLogprobs, RecordBook
 
 HEARTBEAT_S = 1.0
@@ -70,9 +78,16 @@ class Control(Protocol):
         priority: int,
         namespace: str,
         match_limit: int | None,
+        adapter: str,
+        spans: tuple[ContentSpan, ...],
+        retain: Retention | None,
+        deadline_ms: int | None,
     ) -> None: ...
     def cancel(self, key: RequestKey) -> None: ...
     def finish(self, key: RequestKey, keep_tokens: int) -> None: ...
+    def retain(self, key: RequestKey, deadline_ms: int) -> None: ...
+    def release(self, key: RequestKey) -> None: ...
+    def transfer_done(self, lease: int, ok: bool) -> None: ...
     def tick(self, now_ms: int) -> None: ...
     def apply(self) -> Sequence[Refusal]: ...
     def next_plan(self) -> StepPlan | None: ...
@@ -83,7 +98,8 @@ class Control(Protocol):
 
 class StepOutput(Protocol):
     """A step's result and, beside it, the log-probabilities of each row (None where not asked for); both are empty
-    when the whole step faulted. logprobs[r]: one entry for each token that row r accepted."""
+    when the whole step faulted. logprobs[r]: one entry for each token that row r accepted. transfers: (lease, ok) of
+    each transfer that has ended by now and was not told yet."""
 
     @property
     def result(self) -> StepResult: ...
@@ -91,6 +107,8 @@ class StepOutput(Protocol):
     def logprobs(self) -> Sequence[Sequence[TokenLogprobs] | None]: ...
     @property
     def prompt_logprobs(self) -> Sequence[PromptLogprobs | None]: ...
+    @property
+    def transfers(self) -> Sequence[tuple[int, bool]]: ...
 
 
 class StepHandle(Protocol):
@@ -114,10 +132,11 @@ class Messages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A launched step, and whose row is whose."""
+    """A launched step, whose row is whose, and the transfers that it was to make."""
 
     step_id: int
     keys: tuple[RequestKey, ...]
+    leases: tuple[int, ...]
     handle: StepHandle
 
 
@@ -133,6 +152,7 @@ class EngineLoop:
         overlap_depth: int,
         on_fault: Callable[[Exception], None] = lambda error: None,
         heartbeat_s: float = HEARTBEAT_S,
+        now_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
     ) -> None:
         assert overlap_depth in (0, 1), f"overlap depth {overlap_depth}"
         self._control = control
@@ -141,6 +161,7 @@ class EngineLoop:
         self._overlap_depth = overlap_depth
         self._on_fault = on_fault
         self._heartbeat_s = heartbeat_s
+        self._now_ms = now_ms
         self._book = RecordBook()
         self._seats: dict[int, RequestKey] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -174,27 +195,47 @@ class EngineLoop:
     def _receive(self, message: ToEngine) -> None:
         match message:
             case Submit(request):
-                record = self._book.add(request)
-                self._control.submit(
-                    record.key,
-                    record.prompt,
-                    max_new_tokens=record.max_tokens,
-                    min_new_tokens=request.sampling.min_tokens,
-                    end_token_ids=request.end_token_ids,
-                    priority=request.priority,
-                    namespace=request.namespace,
-                    match_limit=request.match_limit,
-                )
+                self._submit(request)
             case Cancel(request_id):
                 self._end(request_id, None)
             case Finish(request_id, keep_tokens):
                 self._end(request_id, keep_tokens)
-            case Retain() | Release():
-                pass  # no request is submitted with a retention yet, so there is nothing to hold or let go
+            case Retain(request_id, ttl_s):
+                self._retain(request_id, ttl_s)
+            case Release(request_id):
+                self._release(request_id)
             case Shutdown():
                 self._running = False
             case Start():
                 raise AssertionError("a second Start")
+
+    def _submit(self, request: EngineRequest) -> None:
+        record = self._book.add(request)
+        self._control.submit(
+            record.key,
+            record.prompt,
+            max_new_tokens=record.max_tokens,
+            min_new_tokens=request.sampling.min_tokens,
+            end_token_ids=request.end_token_ids,
+            priority=request.priority,
+            namespace=request.namespace,
+            match_limit=request.match_limit,
+            adapter=request.adapter,
+            spans=request.spans,
+            retain=request.retain,
+            deadline_ms=None if request.timeout_s is None else self._now_ms() + _milliseconds(request.timeout_s),
+        )
+
+    def _retain(self, request_id: str, ttl_s: float) -> None:
+        key = self._book.find_retained(request_id)
+        if key is not None:
+            self._control.retain(key, self._now_ms() + _milliseconds(ttl_s))
+
+    def _release(self, request_id: str) -> None:
+        key = self._book.find_retained(request_id)
+        if key is not None:
+            self._control.release(key)
+            self._book.forget_retained(request_id)
 
     def _end(self, request_id: str, keep_tokens: int | None) -> None:
         """Cancel, or finish where keep_tokens is given. Ids that are unknown or already ending are ignored: the
@@ -209,7 +250,7 @@ class EngineLoop:
             self._control.finish(record.key, keep_tokens)
 
     def _apply(self) -> list[SequenceUpdate]:
-        self._control.tick(time.monotonic_ns() // 1_000_000)
+        self._control.tick(self._now_ms())
         return [self._refuse(refusal) for refusal in self._control.apply()]
 
     def _refuse(self, refusal: Refusal) -> SequenceUpdate:
@@ -228,7 +269,7 @@ class EngineLoop:
             handle = self._runner.launch(plan, seatings)
         except (RuntimeError, MemoryError) as error:
             handle = _FailedLaunch(error)
-        return _InFlight(plan.step_id, keys, handle)
+        return _InFlight(plan.step_id, keys, _leases(plan), handle)
 
     def _seat(self, seat: int, key: RequestKey) -> Seating:
         self._seats[seat] = key
@@ -239,8 +280,10 @@ class EngineLoop:
             output = step.handle.wait()
         except (RuntimeError, MemoryError) as error:
             self._on_fault(error)
+            self._end_transfers([(lease, False) for lease in step.leases])
             self._control.advance(_faulted(step.step_id, len(step.keys)))
             return
+        self._end_transfers(output.transfers)
         self._control.advance(output.result)
         if output.result.fault:
             return
@@ -248,6 +291,10 @@ class EngineLoop:
             record = self._book.peek(key)
             if record is not None:
                 record.note_logprobs(logprobs, prompt_logprobs)
+
+    def _end_transfers(self, transfers: Sequence[tuple[int, bool]]) -> None:
+        for lease, ok in transfers:
+            self._control.transfer_done(lease, ok)
 
     def _take_updates(self) -> list[SequenceUpdate]:
         events = self._control.take_events()
@@ -258,7 +305,7 @@ class EngineLoop:
             record = self._book.get(RequestKey(row[EventField.REQUEST_INDEX], row[EventField.GENERATION]))
             update = record.update(token_ids[start:end], row[EventField.FINISH], row[EventField.CACHED_LEN])
             if update.finish_reason is not None:
-                self._book.remove(record.key)
+                self._book.retire(record.key, update.finish_reason)
             updates.append(update)
             start = end
         assert start == len(token_ids), f"events speak of {start} tokens and carry {len(token_ids)}"
@@ -286,10 +333,20 @@ def _faulted(step_id: int, num_rows: int) -> StepResult:
     )
 
 
+def _leases(plan: StepPlan) -> tuple[int, ...]:
+    """One for each transfer of the plan; a transfer may have many rows."""
+    return tuple(dict.fromkeys((*plan.load[:, 0].tolist(), *plan.store[:, 0].tolist())))
+
+
+def _milliseconds(seconds: float) -> int:
+    return math.ceil(seconds * 1000)
+
+
 def _engine_stats(stats: ControlStats) -> EngineStats:
     return EngineStats(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
+        num_held=stats.num_held,
         used_blocks=stats.used_blocks,
         cached_blocks=stats.cached_blocks,
         total_blocks=stats.total_blocks,
@@ -299,4 +356,8 @@ def _engine_stats(stats: ControlStats) -> EngineStats:
         prompt_tokens=stats.prompt_tokens,
         generated_tokens=stats.generated_tokens,
         num_steps=stats.num_steps,
+        host_used_blocks=stats.host_used_blocks,
+        host_total_blocks=stats.host_total_blocks,
+        loaded_tokens=stats.loaded_tokens,
+        stored_blocks=stats.stored_blocks,
     )

@@ -25,6 +25,7 @@ from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import CapacityError, StartError
 from tokenspeed.core.ipc import EngineInfo, Progress, Shutdown, Start, StartFailed, ToEngine
 from tokenspeed.engine.channel import Channel, ChannelClosedError
+from tokenspeed.engine.former_control import FormerControl, FormerRunner
 from tokenspeed.engine.step import EngineLoop
 from tokenspeed.observability.logging import ROOT, set_up_logging
 
@@ -94,8 +95,8 @@ class _Engine:
         self._runner = _build_runner(config, lambda *progress: channel.send(Progress(*progress)))
         self.info = _describe(config, self._runner, time.monotonic() - began)
         self.loop = EngineLoop(
-            _build_control(config, self.info),
-            self._runner,
+            FormerControl(_build_control(config, self.info)),
+            FormerRunner(self._runner),
             channel,
             overlap_depth=config.scheduler.overlap_depth,
             on_fault=lambda error: _complain(error, config.debug),

@@ -217,7 +217,7 @@ class EngineClient:
         if self._death is not None:
             return
         self._death = error
-        self.stats = EngineStats(total_blocks=self.stats.total_blocks)
+        self.stats = EngineStats(total_blocks=self.stats.total_blocks, host_total_blocks=self.stats.host_total_blocks)
         sinks, self._sinks = self._sinks, {}
         for sink in set(sinks.values()):
             sink.fail(error)

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fakes import EOS, FakeControl, FakeMessages, FakeRunner
-from tokenspeed.core.ipc import Cancel, Finish, Shutdown, Submit, ToEngine, Updates
+from tokenspeed.core.ipc import Cancel, Finish, Release, Retain, Shutdown, Submit, ToEngine, Updates
 from tokenspeed.core.request import (
+    ContentSpan,
     EngineRequest,
     FinishReason,
+    Retention,
     SamplingParams,
     SequenceUpdate,
     pack_ids,
     unpack_ids,
 )
+from tokenspeed.engine.sequences import RecordBook
 from tokenspeed.engine.step import EngineLoop
+
+KEEP = Retention("session", 30.0)
 
 
 def request(request_id: str, prompt: str = "hi", *, max_tokens: int = 4, **fields: object) -> Submit:
@@ -37,8 +43,14 @@ class Harness:
         self.runner = runner or FakeRunner()
         self.messages = FakeMessages(list(turns))
         self.faults: list[Exception] = []
+        self.now_ms = 1_000
         self.loop = EngineLoop(
-            self.control, self.runner, self.messages, overlap_depth=depth, on_fault=self.faults.append
+            self.control,
+            self.runner,
+            self.messages,
+            overlap_depth=depth,
+            on_fault=self.faults.append,
+            now_ms=lambda: self.now_ms,
         )
 
     def settle(self) -> Harness:
@@ -47,6 +59,11 @@ class Harness:
             if self.loop.turn(0.0) and not self.messages.turns:
                 return self
         raise AssertionError("the loop does not settle")
+
+    def send(self, *messages: ToEngine) -> Harness:
+        """One more turn's messages, and what follows from them."""
+        self.messages.turns.append(list(messages))
+        return self.settle()
 
     def of(self, request_id: str) -> list[SequenceUpdate]:
         sent = [message for message in self.messages.sent if isinstance(message, Updates)]
@@ -180,3 +197,112 @@ def test_the_loop_never_sleeps_while_a_request_waits_for_what_a_result_frees(dep
         if ended:
             return
     raise AssertionError("the requests do not end")
+
+
+def with_fields(submit: Submit, **fields: object) -> Submit:
+    return Submit(msgspec.structs.replace(submit.request, **fields))
+
+
+def test_what_a_request_asks_reaches_the_control_plane() -> None:
+    spans = (ContentSpan(0, 1, 2, 3),)
+    asked = with_fields(request("a"), adapter="lora", spans=spans, retain=KEEP, timeout_s=2.5)
+    harness = Harness([asked, request("b")]).settle()
+    first, second = harness.control.submitted
+    assert first == {"adapter": "lora", "spans": spans, "retain": KEEP, "deadline_ms": 1_000 + 2_500}
+    assert second == {"adapter": "", "spans": (), "retain": None, "deadline_ms": None}
+
+
+def test_a_request_ends_with_its_time() -> None:
+    harness = Harness([with_fields(request("a", max_tokens=1_000), timeout_s=2.5), request("b", max_tokens=1_000)], [])
+    harness.loop.turn(0.0)
+    harness.now_ms += 2_500
+    harness.loop.turn(0.0)
+    last = harness.of("a")[-1]
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error == "the request's time limit of 2.5 s passed"
+    assert harness.of("b")[-1].finish_reason is None
+
+
+def test_holds_are_told_by_the_key_of_the_ended_request() -> None:
+    """Also when its index was taken by another request meanwhile."""
+    harness = Harness([with_fields(request("a", max_tokens=1), retain=KEEP)]).settle()
+    harness.send(request("b", max_tokens=1))
+    first, second = harness.control.seen_keys
+    assert first.index == second.index
+    harness.now_ms = 5_000
+    harness.send(Retain("a", 1.5), Release("a"))
+    assert harness.control.holds == [(first, 6_500), (first, None)]
+    harness.send(Retain("a", 1.5), Release("a"))
+    assert len(harness.control.holds) == 2, "a released request is forgotten"
+
+
+def test_holds_may_be_told_before_the_end() -> None:
+    harness = Harness([with_fields(request("a", max_tokens=100), retain=KEEP)], [Retain("a", 1.0)], [Release("a")])
+    harness.settle()
+    (key,) = harness.control.seen_keys
+    assert harness.control.holds == [(key, 2_000), (key, None)]
+
+
+def test_only_requests_that_ended_well_and_asked_for_it_are_held() -> None:
+    """Nothing is said of others, nor of ids that nobody knows."""
+    bad = FakeRunner(faulty=frozenset({"bad"}))
+    harness = Harness(
+        [
+            request("plain", max_tokens=1),
+            with_fields(request("bad"), retain=KEEP),
+            with_fields(request("gone", max_tokens=100), retain=KEEP),
+        ],
+        [Cancel("gone")],
+        runner=bad,
+    ).settle()
+    harness.send(*(Retain(name, 1.0) for name in ("plain", "bad", "gone", "nobody")))
+    harness.send(*(Release(name) for name in ("plain", "bad", "gone", "nobody")))
+    assert harness.control.holds == []
+
+
+def test_a_request_that_a_stop_string_ended_is_held() -> None:
+    harness = Harness([with_fields(request("a", max_tokens=100), retain=KEEP)], [], [Finish("a", 1)]).settle()
+    harness.send(Release("a"))
+    assert harness.control.holds == [(harness.control.seen_keys[0], None)]
+
+
+def test_of_the_ended_requests_the_oldest_are_forgotten() -> None:
+    book = RecordBook(num_retained_max=2)
+    for name in ("a", "b", "a", "c"):
+        book.retire(book.add(with_fields(request(name), retain=KEEP).request).key, FinishReason.STOP)
+    assert [book.find_retained(name) is not None for name in ("a", "b", "c")] == [True, False, True]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_transfers_are_acknowledged_once_whatever_becomes_of_them(depth: int) -> None:
+    harness = Harness([request("a")], depth=depth, runner=FakeRunner(lost=frozenset({8})))
+    harness.control.moves = [([7, 7], [8]), ([], [9])]
+    harness.settle()
+    told = [entry for entry in harness.control.transfers if entry != "advance"]
+    assert told == [(7, True), (8, False), (9, True)]
+    assert harness.ids("a") == [*b"abcd"]
+
+
+def test_transfers_are_told_before_the_result_of_their_step() -> None:
+    harness = Harness([request("a", max_tokens=1)])
+    harness.control.moves = [([7], [])]
+    assert harness.settle().control.transfers == [(7, True), "advance"]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_broken_step_loses_its_transfers(depth: int) -> None:
+    harness = Harness([request("a", max_tokens=1)], depth=depth, runner=FakeRunner(broken=frozenset({8})))
+    harness.control.moves = [([7, 7], [8])]
+    harness.settle()
+    assert harness.control.transfers == [(7, False), (8, False), "advance"]
+    assert harness.of("a")[-1].finish_reason is FinishReason.ERROR
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_plan_without_rows_is_launched_and_never_slept_over(depth: int) -> None:
+    harness = Harness(depth=depth)
+    harness.control.moves = [([7], []), ([8], [])]
+    slept = [harness.loop.turn(0.0) for _ in range(5)]
+    assert slept == ([False, False, True, True, True] if depth == 0 else [False, False, False, True, True])
+    assert harness.control.num_steps == 2 and harness.runner.max_in_flight == depth + 1
+    assert [entry for entry in harness.control.transfers if entry != "advance"] == [(7, True), (8, True)]

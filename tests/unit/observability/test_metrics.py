@@ -36,11 +36,19 @@ def test_every_name_of_the_contract_is_there_twice() -> None:
 def test_engine_counters_are_read_at_the_scrape() -> None:
     stats = EngineStats()
     metrics = Metrics("m", PoolSize(64, 16), lambda: stats)
-    stats = EngineStats(num_running=3, num_waiting=2, used_blocks=16, prompt_tokens=100, generated_tokens=7)
+    stats = EngineStats(
+        num_running=3, num_waiting=2, num_held=5, used_blocks=16, prompt_tokens=100, generated_tokens=7,
+        host_used_blocks=8, host_total_blocks=9, loaded_tokens=96, stored_blocks=11,
+    )  # fmt: skip
     got, labels = values(metrics), (("engine", "0"), ("model_name", "m"))
     assert got["vllm:num_requests_running", labels] == 3
     assert got["vllm:num_requests_waiting", labels] == 2
+    assert got["vllm:num_requests_held", labels] == 5
     assert got["vllm:kv_cache_usage_perc", labels] == 0.25
+    assert got["tokenspeed:kv_cache_host_used_blocks", labels] == 8
+    assert got["tokenspeed:kv_cache_host_total_blocks", labels] == 9
+    assert got["tokenspeed:kv_cache_loaded_tokens_total", labels] == 96
+    assert got["tokenspeed:kv_cache_stored_blocks_total", labels] == 11
     assert got["tokenspeed:prompt_tokens_total", labels] == 100
     assert got["vllm:generation_tokens_total", labels] == 7
     info = (("block_size", "16"), ("engine", "0"), ("model_name", "m"), ("num_gpu_blocks", "64"))

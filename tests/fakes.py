@@ -315,7 +315,7 @@ class FakeHandle:
 
 @dataclass
 class FakeRunner:
-    """Says the forced ids of a seat, else `next_token(seating, number of tokens so far)`.
+    """Makes transfers at once; those of `late` end one at each poll. Says the forced ids of a seat, else `next_token(seating, number of tokens so far)`.
 
     faulty: request ids whose rows are faulty. broken: request ids whose step raises. lost: leases whose transfer fails;
     one of `broken` breaks its step. pace: called before each step.
@@ -325,10 +325,12 @@ class FakeRunner:
     faulty: frozenset[str] = frozenset()
     broken: frozenset[str | int] = frozenset()
     lost: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
     pace: Callable[[], None] = lambda: None
     num_in_flight: int = 0
     max_in_flight: int = 0
     seatings: list[Seating] = field(default_factory=list)
+    _pending: list[int] = field(default_factory=list)
     _seats: dict[int, Seating] = field(default_factory=dict)
     _counts: dict[int, int] = field(default_factory=dict)
 
@@ -354,8 +356,12 @@ class FakeRunner:
             _prompt_logprobs(seating) if kind == RowKind.PREFILL_LAST else None
             for seating, kind in zip(seats, plan.rows[:, 1].tolist(), strict=True)
         ]
-        transfers = tuple((lease, lease not in self.lost) for lease in leases)
+        self._pending.extend(lease for lease in leases if lease in self.late)
+        transfers = tuple((lease, lease not in self.lost) for lease in leases if lease not in self.late)
         return FakeHandle(FakeOutput(result, logprobs, prompts, transfers), self)
+
+    def poll_transfers(self) -> tuple[tuple[int, bool], ...]:
+        return ((self._pending.pop(0), True),) if self._pending else ()
 
     def _sample(self, seating: Seating) -> int:
         count = self._counts[seating.seat]

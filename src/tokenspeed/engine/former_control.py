@@ -113,3 +113,6 @@ class FormerRunner:
 
     def launch(self, plan: StepPlan, seatings: Sequence[Seating]) -> StepHandle:
         return _Handle(self.runner.launch(plan, seatings))
+
+    def poll_transfers(self) -> Sequence[tuple[int, bool]]:
+        return ()

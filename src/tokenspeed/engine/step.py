@@ -51,6 +51,7 @@ from tokenspeed.core.request import (
 from tokenspeed.engine.sequences import PromptLogprobs, RecordBook
 
 HEARTBEAT_S = 1.0
+_TRANSFER_POLL_S = 0.001
 
 
 class Refusal(Protocol):
@@ -99,7 +100,7 @@ class Control(Protocol):
 class StepOutput(Protocol):
     """A step's result and, beside it, the log-probabilities of each row (None where not asked for); both are empty
     when the whole step faulted. logprobs[r]: one entry for each token that row r accepted. transfers: (lease, ok) of
-    each transfer that has ended by now and was not told yet."""
+    each transfer that has ended by now and was not told yet, of this step or an earlier one."""
 
     @property
     def result(self) -> StepResult: ...
@@ -121,6 +122,9 @@ class Runner(Protocol):
     """Execution, as the loop uses it; see tokenspeed.execution."""
 
     def launch(self, plan: StepPlan, seatings: Sequence[Seating]) -> StepHandle: ...
+    def poll_transfers(self) -> Sequence[tuple[int, bool]]:
+        """(lease, ok) of each transfer that has ended and that no step's output told."""
+        ...
 
 
 class Messages(Protocol):
@@ -165,6 +169,8 @@ class EngineLoop:
         self._book = RecordBook()
         self._seats: dict[int, RequestKey] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self._leases: set[int] = set()
+        self._pause_s = 0.0
         self._running = True
 
     def run(self) -> None:
@@ -176,8 +182,10 @@ class EngineLoop:
     def turn(self, wait_s: float) -> bool:
         """One turn: take messages (waiting up to wait_s), plan, launch, collect, report. True when nothing is left to
         do before the next message."""
-        for message in self._messages.receive(wait_s):
+        for message in self._messages.receive(max(wait_s, self._pause_s)):
             self._receive(message)
+        if self._leases and not self._in_flight:
+            self._end_transfers(self._runner.poll_transfers())
         updates = self._apply()
         plan = self._control.next_plan()
         if plan is not None:
@@ -187,7 +195,9 @@ class EngineLoop:
             self._collect(self._in_flight.popleft())
         updates += self._take_updates()
         # A result may have freed what the next plan waits for, so after one there is always another turn.
-        blocked = plan is None and not collects
+        stalled = plan is None and not collects
+        blocked = stalled and not self._leases
+        self._pause_s = _TRANSFER_POLL_S if stalled and self._leases else 0.0
         if updates or blocked or collects:
             self._messages.send(Updates(tuple(updates), _engine_stats(self._control.stats())))
         return blocked
@@ -269,7 +279,9 @@ class EngineLoop:
             handle = self._runner.launch(plan, seatings)
         except (RuntimeError, MemoryError) as error:
             handle = _FailedLaunch(error)
-        return _InFlight(plan.step_id, keys, _leases(plan), handle)
+        leases = _leases(plan)
+        self._leases.update(leases)
+        return _InFlight(plan.step_id, keys, leases, handle)
 
     def _seat(self, seat: int, key: RequestKey) -> Seating:
         self._seats[seat] = key
@@ -294,6 +306,7 @@ class EngineLoop:
 
     def _end_transfers(self, transfers: Sequence[tuple[int, bool]]) -> None:
         for lease, ok in transfers:
+            self._leases.discard(lease)
             self._control.transfer_done(lease, ok)
 
     def _take_updates(self) -> list[SequenceUpdate]:

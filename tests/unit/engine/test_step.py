@@ -306,3 +306,13 @@ def test_a_plan_without_rows_is_launched_and_never_slept_over(depth: int) -> Non
     assert slept == ([False, False, True, True, True] if depth == 0 else [False, False, False, True, True])
     assert harness.control.num_steps == 2 and harness.runner.max_in_flight == depth + 1
     assert [entry for entry in harness.control.transfers if entry != "advance"] == [(7, True), (8, True)]
+
+
+def test_a_late_transfer_is_looked_for_and_never_slept_over() -> None:
+    """Nothing runs, so no step's output can tell of it. No heartbeat either until it has ended."""
+    harness = Harness(runner=FakeRunner(late=frozenset({7, 8})), depth=0)
+    harness.control.moves = [([7], [8])]
+    slept = [harness.loop.turn(0.0) for _ in range(5)]
+    assert slept == [False, False, True, True, True]
+    assert harness.control.transfers == ["advance", (7, True), (8, True)]
+    assert harness.messages.waits == [0.0, 0.0, 0.001, 0.0, 0.0]

@@ -315,10 +315,11 @@ class FakeHandle:
 
 @dataclass
 class FakeRunner:
-    """Makes transfers at once; those of `late` end one at each poll. Says the forced ids of a seat, else `next_token(seating, number of tokens so far)`.
+    """Says the forced ids of a seat, else `next_token(seating, number of tokens so far)`.
 
     faulty: request ids whose rows are faulty. broken: request ids whose step raises. lost: leases whose transfer fails;
-    one of `broken` breaks its step. pace: called before each step.
+    one of `broken` breaks its step. late: leases that end one at each poll; all others end with their step. pace:
+    called before each step.
     """
 
     next_token: Callable[[Seating, int], int] = lambda seating, count: ord("a") + count % 26

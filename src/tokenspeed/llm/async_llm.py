@@ -10,13 +10,14 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Literal
 
 from tokenspeed.checkpoints import ModelSource, open_model
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import EngineDeadError, OverloadedError, TokenizerError
-from tokenspeed.core.ipc import EngineInfo, EngineStats
-from tokenspeed.core.request import SamplingParams
+from tokenspeed.core.ipc import NUM_RETAINED_MAX, EngineInfo, EngineStats
+from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.engine.process import Engine, EngineProcess, InProcessEngine
 from tokenspeed.llm.engine_client import EngineClient, ProgressFn
 from tokenspeed.llm.input_processor import (
@@ -30,6 +31,7 @@ from tokenspeed.llm.input_processor import (
 )
 from tokenspeed.llm.output_processor import RequestStream
 from tokenspeed.llm.outputs import RequestOutput
+from tokenspeed.llm.retention import checked_seconds
 from tokenspeed.llm.tokenizer import Tokenizer
 
 _INLINE_CHARS_MAX = 16_384
@@ -48,6 +50,7 @@ class AsyncLLM:
         self.input_processor = InputProcessor(source, tokenizer, client.info, config)
         self._client = client
         self._serials = itertools.count()
+        self._retained: dict[str, str] = {}
         self._default_params = SamplingParams(**default_sampling(source))  # type: ignore[arg-type]
         self._encoding = asyncio.Semaphore(1)
 
@@ -113,15 +116,36 @@ class AsyncLLM:
         return self._default_params
 
     async def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        retain: Retention | None = None,
+        timeout_s: float | None = None,
     ) -> RequestStream:
         """Check the request and queue it; every refusal is raised here, before the first output. The stream must be
-        iterated to its end or closed. Raises RequestError subclasses, OverloadedError, EngineDeadError."""
+        iterated to its end or closed. Raises RequestError subclasses, OverloadedError, EngineDeadError.
+
+        retain: a request that ends well keeps its pages for the session's next turn; of n sequences the first does.
+        timeout_s: so long after it was queued the request ends with an error, in whatever state it is.
+        """
         self._require_serving()
         request_id = request_id or f"req-{uuid.uuid4().hex}"
-        engine_id = f"{request_id}.{next(self._serials)}"  # the engine needs ids that never repeat
-        request = await self._process(prompt, params or self._default_params, engine_id, priority)
+        process = partial(
+            self.input_processor.process,
+            prompt,
+            params or self._default_params,
+            request_id=f"{request_id}.{next(self._serials)}",  # the engine needs ids that never repeat
+            priority=priority,
+            retain=retain,
+            timeout_s=timeout_s,
+        )
+        request = await self._process(prompt, process)
         self._require_serving()  # encoding may have taken a while
+        if retain is not None:
+            self._note_retained(request_id, request.sequences[0].request_id)
         stream = RequestStream(
             request_id, request, self.tokenizer, finish=self._client.finish, cancel=self._client.cancel
         )
@@ -130,16 +154,40 @@ class AsyncLLM:
         return stream
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        retain: Retention | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come. Closing the generator, or cancelling the task that iterates it, cancels the request in
-        the engine at once. Raises what `submit` raises, at the first iteration."""
-        stream = await self.submit(prompt, params, request_id=request_id, priority=priority)
+        the engine at once. Takes what `submit` takes and raises what it raises, at the first iteration."""
+        stream = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, retain=retain, timeout_s=timeout_s
+        )
         try:
             async for output in stream:
                 yield output
         finally:
             stream.close()
+
+    def retain(self, request_id: str, ttl_s: float) -> None:
+        """Keep the pages of a request that was submitted with `retain` for ttl_s seconds from now, in place of its
+        own ttl_s: before its end or after it. A request whose pages have gone is left alone. Never waits."""
+        ttl_s = checked_seconds(ttl_s, "ttl_s")
+        engine_id = self._retained.get(request_id)
+        if engine_id is not None:
+            self._client.retain(engine_id, ttl_s)
+
+    def release(self, request_id: str) -> None:
+        """Let go of the pages of a request that was submitted with `retain`: the session will not go on from it. They
+        may still be found through the prefix cache, while it has room for them. Never waits."""
+        engine_id = self._retained.pop(request_id, None)
+        if engine_id is not None:
+            self._client.release(engine_id)
 
     async def shutdown(self) -> None:
         """End the engine; whoever still waits gets EngineDeadError. Idempotent."""
@@ -155,12 +203,14 @@ class AsyncLLM:
                 f"{limits.max_num_waiting} requests are waiting already; try again later, or raise --max-num-waiting"
             )
 
-    async def _process(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int
-    ) -> ProcessedRequest:
-        def process() -> ProcessedRequest:
-            return self.input_processor.process(prompt, params, request_id=request_id, priority=priority)
+    def _note_retained(self, request_id: str, engine_id: str) -> None:
+        """As many ids as the engine remembers, the oldest go first."""
+        self._retained.pop(request_id, None)
+        self._retained[request_id] = engine_id
+        while len(self._retained) > NUM_RETAINED_MAX:
+            del self._retained[next(iter(self._retained))]
 
+    async def _process(self, prompt: Prompt, process: Callable[[], ProcessedRequest]) -> ProcessedRequest:
         if _num_chars(prompt) <= _INLINE_CHARS_MAX:
             return process()
         async with self._encoding:  # one at a time: tokenizers keep caches

@@ -22,6 +22,8 @@ from tokenspeed.core.ipc import (
     FrameBuffer,
     FromEngine,
     Progress,
+    Release,
+    Retain,
     Shutdown,
     Start,
     StartFailed,
@@ -132,6 +134,16 @@ class EngineClient:
         """End the sequence at its first keep_tokens generated tokens; no further update of it is delivered."""
         if self._sinks.pop(request_id, None) is not None and self.is_alive:
             self._send(Finish(request_id, keep_tokens))
+
+    def retain(self, request_id: str, ttl_s: float) -> None:
+        """Keep the sequence's pages for ttl_s seconds from now, at its end or after it; see core.ipc.Retain."""
+        if self.is_alive:
+            self._send(Retain(request_id, ttl_s))
+
+    def release(self, request_id: str) -> None:
+        """Let go of the sequence's pages, at its end or after it; see core.ipc.Release."""
+        if self.is_alive:
+            self._send(Release(request_id))
 
     async def stop(self) -> None:
         """End the engine. Whoever still waits gets EngineDeadError. Idempotent."""

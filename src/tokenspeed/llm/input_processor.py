@@ -20,7 +20,8 @@ from tokenspeed.checkpoints import ModelSource
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import CapacityExceededError, ConfigError, ContextLengthError, InvalidRequestError
 from tokenspeed.core.ipc import EngineInfo
-from tokenspeed.core.request import EngineRequest, SamplingParams, pack_ids
+from tokenspeed.core.request import EngineRequest, Retention, SamplingParams, pack_ids
+from tokenspeed.llm.retention import checked_retention, checked_seconds
 from tokenspeed.llm.sampling import checked, default_sampling, sequence_seed
 
 __all__ = [
@@ -143,10 +144,21 @@ class InputProcessor:
         return ids
 
     def process(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        retain: Retention | None = None,
+        timeout_s: float | None = None,
     ) -> ProcessedRequest:
         """The checked request. Raises RequestError subclasses that name the field."""
         params = checked(params, self._info.vocab_size)
+        if retain is not None:
+            retain = checked_retention(retain)
+        if timeout_s is not None:
+            timeout_s = checked_seconds(timeout_s, "timeout_s")
         if not _PRIORITY_MIN <= priority <= _PRIORITY_MAX:
             raise InvalidRequestError(
                 f"priority is {priority}; it must be from {_PRIORITY_MIN} to {_PRIORITY_MAX}", "priority"
@@ -161,6 +173,8 @@ class InputProcessor:
             sampling=params,
             end_token_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
             priority=priority,
+            retain=retain,
+            timeout_s=timeout_s,
             match_limit=0 if params.prompt_logprobs is not None else None,
             forced_token_ids=None if forced is None else pack_ids(forced),
         )
@@ -221,7 +235,8 @@ class InputProcessor:
 
 
 def _sequence(whole: EngineRequest, index: int) -> EngineRequest:
-    """The index-th of n sequences. Only the first computes log-probabilities of the prompt."""
+    """The index-th of n sequences. Only the first computes log-probabilities of the prompt, and only the first is
+    kept for the session's next turn."""
     params = msgspec.structs.replace(whole.sampling, seed=sequence_seed(whole.sampling.seed, index))
     if index == 0 and whole.sampling.n == 1:
         return msgspec.structs.replace(whole, sampling=params)
@@ -230,6 +245,7 @@ def _sequence(whole: EngineRequest, index: int) -> EngineRequest:
         request_id=f"{whole.request_id}#{index}",
         sampling=msgspec.structs.replace(params, prompt_logprobs=params.prompt_logprobs if index == 0 else None),
         match_limit=whole.match_limit if index == 0 else None,
+        retain=whole.retain if index == 0 else None,
     )
 
 

@@ -14,7 +14,7 @@ import difflib
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -31,7 +31,7 @@ from tokenspeed.core.config import (
 )
 from tokenspeed.core.errors import ConfigError, InvalidRequestError, TokenSpeedError
 from tokenspeed.core.ipc import EngineInfo
-from tokenspeed.core.request import SamplingParams
+from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.llm.async_llm import AsyncLLM, EngineKind
 from tokenspeed.llm.engine_client import ProgressFn
 from tokenspeed.llm.input_processor import ChatPrompt, Prompt, TextPrompt, TokensPrompt
@@ -118,12 +118,14 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        retain: Retention | Sequence[Retention | None] | None = None,
+        timeout_s: float | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Whole outputs, one a prompt, in order. A prompt is text, token ids or one of llm.input_processor's types;
-        params are one for all, one for each, or the model's defaults. Raises RequestError subclasses: one wrong
-        prompt refuses the batch."""
-        return self._generate(_prompts(prompts), params, use_tqdm)
+        params are one for all, one for each, or the model's defaults; retain is one for each. Raises RequestError
+        subclasses: one wrong prompt refuses the batch. For retain and timeout_s see AsyncLLM.submit."""
+        return self._generate(self._works(_prompts(prompts), params, retain, timeout_s), use_tqdm)
 
     def chat(
         self,
@@ -132,6 +134,8 @@ class LLM:
         *,
         tools: Sequence[Message] | None = None,
         template_kwargs: Mapping[str, object] | None = None,
+        retain: Retention | Sequence[Retention | None] | None = None,
+        timeout_s: float | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """As generate, for one conversation or a list of them."""
@@ -139,7 +143,7 @@ class LLM:
             ChatPrompt(conversation, tools=tools, template_kwargs=template_kwargs or {})
             for conversation in _conversations(messages)
         ]
-        return self._generate(prompts, params, use_tqdm)
+        return self._generate(self._works(prompts, params, retain, timeout_s), use_tqdm)
 
     def close(self) -> None:
         """End the engine. Idempotent."""
@@ -153,15 +157,20 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _generate(
+    def _works(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        each = _params_for_each(params, len(prompts), self._llm.default_params)
-        with tqdm(total=len(prompts), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
-            return self._run(_generate_all(self._llm, prompts, each, bar))
+        retain: Retention | Sequence[Retention | None] | None,
+        timeout_s: float | None,
+    ) -> list[_Work]:
+        each_params = _params_for_each(params, len(prompts), self._llm.default_params)
+        each_retain = _retain_for_each(retain, len(prompts))
+        return [_Work(*each, timeout_s) for each in zip(prompts, each_params, each_retain, strict=True)]
+
+    def _generate(self, works: Sequence[_Work], use_tqdm: bool) -> list[RequestOutput]:
+        with tqdm(total=len(works), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
+            return self._run(_generate_all(self._llm, works, bar))
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
         """Run on the private loop and wait; Ctrl-C cancels the work there."""
@@ -176,20 +185,28 @@ class LLM:
             raise
 
 
-async def _generate_all(
-    llm: AsyncLLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams], bar: tqdm[None]
-) -> list[RequestOutput]:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One prompt of a batch and how it is served."""
+
+    prompt: Prompt
+    params: SamplingParams
+    retain: Retention | None
+    timeout_s: float | None
+
+
+async def _generate_all(llm: AsyncLLM, works: Sequence[_Work], bar: tqdm[None]) -> list[RequestOutput]:
     """All prompts, as many at a time as the queue takes. The first error cancels the rest."""
-    n_max = max((each.n for each in params), default=1)
+    n_max = max((work.params.n for work in works), default=1)
     room = asyncio.Semaphore(max(1, llm.config.scheduler.max_num_waiting // n_max))
 
-    async def one(prompt: Prompt, each: SamplingParams) -> RequestOutput:
+    async def one(work: _Work) -> RequestOutput:
         async with room:
-            output = await _whole(llm, prompt, each)
+            output = await _whole(llm, work)
         bar.update(1)
         return output
 
-    tasks = [asyncio.create_task(one(prompt, each)) for prompt, each in zip(prompts, params, strict=True)]
+    tasks = [asyncio.create_task(one(work)) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -198,8 +215,8 @@ async def _generate_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _whole(llm: AsyncLLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-    stream = await llm.submit(prompt, params)
+async def _whole(llm: AsyncLLM, work: _Work) -> RequestOutput:
+    stream = await llm.submit(work.prompt, work.params, retain=work.retain, timeout_s=work.timeout_s)
     try:
         return joined([output async for output in stream])
     finally:
@@ -263,6 +280,16 @@ def _params_for_each(
             f"{len(params)} params for {num_prompts} prompts; give one, or one for each", "params"
         )
     return list(params)
+
+
+def _retain_for_each(retain: Retention | Sequence[Retention | None] | None, num_prompts: int) -> list[Retention | None]:
+    """A session has one turn at a time: one retention is for one prompt."""
+    if retain is None:
+        return [None] * num_prompts
+    each: list[Retention | None] = [retain] if isinstance(retain, Retention) else list(retain)
+    if len(each) != num_prompts:
+        raise InvalidRequestError(f"{len(each)} retentions for {num_prompts} prompts; give one for each", "retain")
+    return each
 
 
 def _shut_down(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -14,7 +14,7 @@ import pytest
 import tokenspeed
 from scripted import write_scripted_model
 from tokenspeed.core.errors import ConfigError, InvalidRequestError
-from tokenspeed.core.request import SamplingParams
+from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.llm.input_processor import TextPrompt, TokensPrompt
 from tokenspeed.llm.llm import LLM, engine_config
 
@@ -70,6 +70,18 @@ def test_a_wrong_prompt_refuses_the_batch_and_the_next_one_works(llm: LLM) -> No
     with pytest.raises(InvalidRequestError):
         llm.generate(["one", TokensPrompt([10**9])])
     assert llm.generate("one")[0].outputs[0].text == "first"
+
+
+def test_a_session_has_one_turn_at_a_time(llm: LLM) -> None:
+    keep = Retention("s", 1.0)
+    (output,) = llm.generate("one", retain=keep, timeout_s=60.0)
+    assert output.outputs[0].text == "first"
+    assert len(llm.generate(["one", "two"], retain=[keep, None])) == 2
+    assert len(llm.chat([{"role": "user", "content": "one"}], retain=keep)) == 1
+    with pytest.raises(InvalidRequestError, match="1 retentions for 2 prompts"):
+        llm.generate(["one", "two"], retain=keep)
+    with pytest.raises(InvalidRequestError, match="timeout_s"):
+        llm.generate("one", timeout_s=-1.0)
 
 
 def test_it_works_within_a_running_loop(llm: LLM) -> None:

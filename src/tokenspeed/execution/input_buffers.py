@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-seat state of the device (page tables, last token, sequence length) and the ForwardBatch made from a plan.
 
-A page table changes only by a plan's page_delta. Knows neither requests nor how tokens are chosen.
+A seat has a page table in each cache group; it changes only by a plan's page_delta. Knows neither requests nor how
+tokens are chosen.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenspeed.core.plan import Int32Array, RowField, RowKind, StepPlan
+from tokenspeed.core.plan import GroupKind, Int32Array, RowField, RowKind, StepPlan
 from tokenspeed.execution.kv_cache import PoolSize, copy_pages, zero_pages
-from tokenspeed.layers.forward_batch import ForwardBatch, KvLayer
+from tokenspeed.layers.forward_batch import ForwardBatch, GroupTables, KvLayer
 
 Int64Array = NDArray[np.int64]
 
@@ -52,27 +53,30 @@ class InputBuffers:
         self._kv_layers = kv_layers
         self._device = device
         # One block beyond max_model_len: a step in flight may be planned past the end of a sequence that has ended.
-        self.page_tables = np.zeros((max_num_seqs, size.blocks_per_seat + 1), dtype=np.int32)
+        self.page_tables = np.zeros((len(size.groups), max_num_seqs, size.blocks_per_seat + 1), dtype=np.int32)
+        self._num_blocks = np.array([group.num_blocks for group in size.groups])
+        self._may_expire = np.array([group.kind == GroupKind.WINDOW for group in size.groups])
         self.last_token = np.zeros(max_num_seqs, dtype=np.int64)
         self.seq_len = np.zeros(max_num_seqs, dtype=np.int64)
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what the plan changes in page tables and pages."""
-        assert len(plan.load) + len(plan.store) == 0, "this runner has no host tier to load from or store to"
         if len(plan.seated):
             seats = plan.seated[:, 0]
-            self.page_tables[seats] = 0
+            self.page_tables[:, seats] = 0
             self.seq_len[seats] = 0
         if len(plan.page_delta):
             seats, groups, indices, pages = plan.page_delta.T
-            assert not groups.any(), f"page delta names cache group {groups.max()}; there is only group 0"
-            assert pages.min() > 0, "page delta hands out the null page"
-            assert pages.max() <= self._size.num_blocks, (pages.max(), self._size)
-            self.page_tables[seats, indices] = pages
-        if len(plan.copy):
-            copy_pages(self._kv_layers, self._tensor(plan.copy[:, 1]).long(), self._tensor(plan.copy[:, 2]).long())
-        if len(plan.zero):
-            zero_pages(self._kv_layers, self._tensor(plan.zero[:, 1]).long())
+            assert groups.max() < len(self._num_blocks), f"no cache group {groups.max()} of {len(self._num_blocks)}"
+            assert ((pages > 0) | self._may_expire[groups]).all(), "page delta hands out the null page"
+            assert (pages <= self._num_blocks[groups]).all(), (pages.max(), self._num_blocks)
+            self.page_tables[groups, seats, indices] = pages
+        for group in np.unique(plan.copy[:, 0]).tolist():
+            pairs = plan.copy[plan.copy[:, 0] == group]
+            copy_pages(self._layers_of(group), self._tensor(pairs[:, 1]).long(), self._tensor(pairs[:, 2]).long())
+        for group in np.unique(plan.zero[:, 0]).tolist():
+            pages = plan.zero[plan.zero[:, 0] == group, 1]
+            zero_pages(self._layers_of(group), self._tensor(pages).long())
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The batch of this plan. Decode rows come first."""
@@ -91,45 +95,33 @@ class InputBuffers:
         sampled_rows_S = np.flatnonzero(kinds_R != RowKind.PREFILL)
         seq_lens_R = context_lens_R + query_lens_R
         max_seq_len = int(seq_lens_R.max(initial=0))
-        batch = self._batch(token_ids_T, seats_R, context_lens_R, query_start, max_seq_len)
-        sample_index_S = self._tensor(query_start[1:][sampled_rows_S] - 1)
-        return StepInputs(
-            ForwardBatch(
-                **batch,
-                query_start=self._tensor(query_start.astype(np.int32)),
-                seq_lens_R=self._tensor(seq_lens_R.astype(np.int32)),
-                sample_index_S=sample_index_S,
-                max_query_len=int(query_lens_R.max(initial=0)),
-                max_seq_len=max_seq_len,
-                kv_layers=self._kv_layers,
-            ),
-            seats_R,
-            kinds_R,
-            context_lens_R,
-            query_start,
-            sampled_rows_S,
-        )
-
-    def _batch(
-        self,
-        token_ids_T: Int64Array,
-        seats_R: Int64Array,
-        context_lens_R: Int64Array,
-        query_start: Int64Array,
-        max_seq_len: int,
-    ) -> dict[str, torch.Tensor]:
-        block_size = self._size.block_size
-        query_lens_R = np.diff(query_start)
         positions_T = np.arange(query_start[-1]) + np.repeat(context_lens_R - query_start[:-1], query_lens_R)
+        seats_T = np.repeat(seats_R, query_lens_R)
+        num_blocks = -(-max_seq_len // self._size.block_size)
+        tables_GRB = self.page_tables[:, seats_R, :num_blocks]
+        batch = ForwardBatch(
+            token_ids_T=self._tensor(token_ids_T),
+            positions_T=self._tensor(positions_T),
+            query_start=self._tensor(query_start.astype(np.int32)),
+            seq_lens_R=self._tensor(seq_lens_R.astype(np.int32)),
+            sample_index_S=self._tensor(query_start[1:][sampled_rows_S] - 1),
+            max_query_len=int(query_lens_R.max(initial=0)),
+            max_seq_len=max_seq_len,
+            groups=tuple(
+                GroupTables(self._tensor(slots_T), self._tensor(table_RB))
+                for slots_T, table_RB in zip(self._slots_GT(seats_T, positions_T), tables_GRB, strict=True)
+            ),
+            kv_layers=self._kv_layers,
+        )
+        return StepInputs(batch, seats_R, kinds_R, context_lens_R, query_start, sampled_rows_S)
+
+    def _slots_GT(self, seats_T: Int64Array, positions_T: Int64Array) -> Int64Array:
+        block_size = self._size.block_size
         block_index_T, offset_T = np.divmod(positions_T, block_size)
-        pages_T = self.page_tables[np.repeat(seats_R, query_lens_R), block_index_T].astype(np.int64)
-        num_blocks = -(-max_seq_len // block_size)
-        return {
-            "token_ids_T": self._tensor(token_ids_T),
-            "positions_T": self._tensor(positions_T),
-            "slot_mapping_T": self._tensor(pages_T * block_size + offset_T),
-            "block_tables_RB": self._tensor(self.page_tables[seats_R, :num_blocks]),
-        }
+        return self.page_tables[:, seats_T, block_index_T].astype(np.int64) * block_size + offset_T
+
+    def _layers_of(self, group: int) -> list[KvLayer]:
+        return [layer for layer in self._kv_layers if layer.group == group]
 
     def commit(self, inputs: StepInputs, token_ids_S: Int32Array) -> None:
         """The step has run: these tokens were sampled and the K/V of all its rows are written."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs steps: a plan goes in, the tokens that it sampled come out.
 
-Steps run in order on a thread of their own, so that the next plan can be made while one runs. Knows neither what a
-plan is for nor what becomes of the tokens.
+Steps run in order on a thread of their own, so that the next plan can be made while one runs; a plan may also do no
+more than move pages. Knows neither what a plan is for nor what becomes of the tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ from tokenspeed.kernels.platform import set_num_threads
 from tokenspeed.kernels.registry import BoundKernel
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.models import CausalLM, resolve
+from tokenspeed.transfer import BlockMover, FinishedMove
+from tokenspeed.transfer import resolve as resolve_mover
 
 _log = logging.getLogger(__name__)
 _WARMUP_LEN = 64
+_MOVER = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,16 @@ class ModelRunner:
     """One model on one device. launch from one thread at a time."""
 
     def __init__(
-        self, info: RunnerInfo, model: CausalLM | ScriptedModel, buffers: InputBuffers, sampler: Sampler
+        self,
+        info: RunnerInfo,
+        model: CausalLM | ScriptedModel,
+        buffers: InputBuffers,
+        sampler: Sampler,
+        mover: BlockMover,
     ) -> None:
         self.info = info
+        self._mover = mover
+        self._mover_lock = threading.Lock()
         self._model = model
         self._buffers = buffers
         self._sampler = sampler
@@ -65,8 +75,11 @@ class ModelRunner:
         self._thread.start()
 
     @classmethod
-    def create(cls, config: EngineConfig, source: ModelSource, progress: ProgressFn | None = None) -> ModelRunner:
-        """Build the model that the source describes, load and warm it. Raises a StartError subclass."""
+    def create(
+        cls, config: EngineConfig, source: ModelSource, progress: ProgressFn | None = None, *, grouped: bool = False
+    ) -> ModelRunner:
+        """Build the model that the source describes, load and warm it. Raises a StartError subclass. grouped: plans
+        speak of all cache groups; otherwise all layers share one, as if none had a window."""
         started = time.monotonic()
         device = placement.resolve_device(config.device)
         num_threads = placement.resolve_num_threads(config.device)
@@ -75,8 +88,10 @@ class ModelRunner:
         ctx = BuildContext(str(device), dtype, dict(config.device.kernel_overrides))
         model, model_type = _build(source, ctx, progress)
         sample = ctx.bind("sampling")
-        size = kv_cache.size_pool(config, model.kv_specs, model.max_model_len, ctx)
-        layers = kv_cache.allocate(size, model.kv_specs, ctx)
+        specs = model.kv_specs if grouped else [dataclasses.replace(spec, window=None) for spec in model.kv_specs]
+        size = kv_cache.size_pool(config, specs, model.max_model_len, ctx)
+        layers = kv_cache.allocate(size, specs, ctx)
+        mover = resolve_mover(_MOVER)(kv_cache.page_groups(size, layers))
         max_num_seqs = config.scheduler.max_num_seqs
         info = RunnerInfo(
             model_type=model_type,
@@ -91,10 +106,11 @@ class ModelRunner:
             max_num_batched_tokens=placement.step_tokens(config.scheduler, device, None),
             vocab_size=model.vocab_size,
             load_s=0.0,
+            groups=size.groups,
             kernels=tuple(_binding(kernel) for kernel in ctx.bindings.values()),
         )
         buffers = InputBuffers(size, max_num_seqs, layers, device)
-        runner = cls(info, model, buffers, Sampler(sample, max_num_seqs, model.vocab_size, device))
+        runner = cls(info, model, buffers, Sampler(sample, max_num_seqs, model.vocab_size, device), mover)
         if not isinstance(model, ScriptedModel):
             try:
                 token_s = runner._warm_up(progress)
@@ -116,6 +132,12 @@ class ModelRunner:
         self._jobs.put(_Job(handle, _copy(plan), tuple(seatings)))
         return handle
 
+    def poll_transfers(self) -> tuple[FinishedMove, ...]:
+        """Transfers that finished since the last step's output, for a caller that has no step to launch and waits for
+        one. Each is told once, here or in a StepOutput."""
+        with self._mover_lock:
+            return self._mover.poll()
+
     def close(self) -> None:
         """Finish the launched steps and end the thread. Idempotent."""
         self._jobs.put(None)
@@ -128,18 +150,23 @@ class ModelRunner:
                 job.handle.finish(self._run(job))
 
     def _run(self, job: _Job) -> StepOutput:
+        with self._mover_lock:
+            self._mover.start(job.plan.load, job.plan.store)
         try:
-            return self._step(job)
+            output = self._step(job)
         except Exception:  # noqa: BLE001 - whatever went wrong ends the requests of this step, never the process
             _log.exception("step %d failed", job.plan.step_id)
             self._is_spoilt[job.plan.rows[:, 0]] = True
-            return _failed(job.plan)
+            output = _without_tokens(job.plan, fault=True)
+        return dataclasses.replace(output, transfers=self.poll_transfers())
 
     def _step(self, job: _Job) -> StepOutput:
         plan = job.plan
         self._buffers.apply(plan)
         for seating in job.seatings:
             self._seat(seating)
+        if len(plan.rows) == 0:
+            return _without_tokens(plan, fault=False)
         inputs = self._buffers.build(plan)
         hidden_TD = self._model.forward(inputs.batch)
         logits_SV = self._model.compute_logits(hidden_TD[inputs.batch.sample_index_S])
@@ -212,11 +239,11 @@ def _copy(plan: StepPlan) -> StepPlan:
     return dataclasses.replace(plan, **{name: getattr(plan, name).copy() for name in fields})
 
 
-def _failed(plan: StepPlan) -> StepOutput:
+def _without_tokens(plan: StepPlan, *, fault: bool) -> StepOutput:
     nothing = np.zeros(0, dtype=np.int32)
     num_rows = len(plan.rows)
     offsets, row_faults = np.zeros(num_rows + 1, dtype=np.int32), np.zeros(num_rows, dtype=np.int32)
-    return StepOutput(StepResult(plan.step_id, offsets, nothing, row_faults, fault=True), (), ())
+    return StepOutput(StepResult(plan.step_id, offsets, nothing, row_faults, fault=fault), (), ())
 
 
 def _output(

@@ -10,13 +10,16 @@ import threading
 from dataclasses import dataclass
 
 from tokenspeed.core.ipc import KernelBinding
-from tokenspeed.core.plan import StepResult
+from tokenspeed.core.plan import CacheGroup, StepResult
 from tokenspeed.core.request import TokenLogprobs
+from tokenspeed.transfer import FinishedMove
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerInfo:
     """What a model runner offers. num_kv_blocks counts usable pages: ids 1 to num_kv_blocks; page 0 is the null page.
+    groups: in the order of a plan's group numbers; num_kv_blocks is the first one's and
+    kv_bytes that of all.
     max_model_len is already cut to the KV pool. max_num_batched_tokens: tokens that a step
     should have. load_s: seconds from the call of create until it could serve."""
 
@@ -32,6 +35,7 @@ class RunnerInfo:
     max_num_batched_tokens: int
     vocab_size: int
     load_s: float
+    groups: tuple[CacheGroup, ...]
     kernels: tuple[KernelBinding, ...] = ()
 
 
@@ -48,11 +52,12 @@ class PromptLogprobs:
 class StepOutput:
     """What one step produced. logprobs and prompt_logprobs have one entry a row, None where not asked for (or the row
     faulted); logprobs[r] has one entry for each token that row r accepted. Both are empty when the whole step
-    faulted."""
+    faulted. transfers: (lease, ok) of those that finished since the last output, of this plan or an earlier one."""
 
     result: StepResult
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...]
     prompt_logprobs: tuple[PromptLogprobs | None, ...]
+    transfers: tuple[FinishedMove, ...] = ()
 
 
 class StepHandle:

@@ -64,14 +64,15 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """(T, H * K)."""
         pages = batch.kv_layers[self.layer_index]
-        self._kv_write(k_TGK, v_TGK, pages.k, pages.v, batch.slot_mapping_T)
+        tables = batch.groups[pages.group]
+        self._kv_write(k_TGK, v_TGK, pages.k, pages.v, tables.slot_mapping_T)
         out_THK = self._paged_attention(
             q_THK,
             pages.k,
             pages.v,
             query_start=batch.query_start,
             seq_lens_R=batch.seq_lens_R,
-            block_tables_RB=batch.block_tables_RB,
+            block_tables_RB=tables.block_tables_RB,
             scale=self.spec.scale,
             window=self.spec.kv.window,
             soft_cap=self.spec.soft_cap,

@@ -14,29 +14,38 @@ import torch
 @dataclass(frozen=True, slots=True)
 class KvLayer:
     """K and V pages of one attention layer: (num_pages, block_size, num_kv_heads, head_dim). Page 0 is the null page:
-    never allocated, padded rows point at it."""
+    never allocated; padded rows and blocks that have left a window point at it. group: the one of ForwardBatch.groups
+    whose tables number the pages."""
 
     k: torch.Tensor
     v: torch.Tensor
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """Where the layers of one cache group find K and V. slot_mapping_T: int64, page * block_size + offset of each
+    token's K/V. block_tables_RB: (R, B) int32, padded with 0; blocks that no token of this step looks at may be 0."""
+
+    slot_mapping_T: torch.Tensor
+    block_tables_RB: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Rows are ragged: row r owns tokens query_start[r] : query_start[r + 1].
 
-    token_ids_T, positions_T: int64. slot_mapping_T: int64, page * block_size + offset of each token's K/V.
-    query_start: (R + 1,) int32. seq_lens_R: (R,) int32, tokens of the row in the cache after this step's write
-    (context_len + query_len). block_tables_RB: (R, B) int32, padded with 0.
-    sample_index_S: (S,) int64, indices into T whose hidden states become logits.
+    token_ids_T, positions_T: int64. query_start: (R + 1,) int32. seq_lens_R: (R,) int32, tokens of the row in the cache
+    after this step's write (context_len + query_len). sample_index_S: (S,) int64, indices into T whose hidden states
+    become logits. groups: tables by KvLayer.group. kv_layers: an entry for each attention layer.
     """
 
     token_ids_T: torch.Tensor
     positions_T: torch.Tensor
-    slot_mapping_T: torch.Tensor
     query_start: torch.Tensor
     seq_lens_R: torch.Tensor
-    block_tables_RB: torch.Tensor
     sample_index_S: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    groups: tuple[GroupTables, ...]
     kv_layers: tuple[KvLayer, ...]

@@ -118,8 +118,10 @@ def make_plan(
     *,
     seated: Sequence[int] = (),
     pages: Sequence[Sequence[int]] = (),
+    **moves: Sequence[Sequence[int]],
 ) -> StepPlan:
-    """rows: (seat, kind, context_len, query_len). pages: (seat, block index, page)."""
+    """rows: (seat, kind, context_len, query_len). pages: (seat, block index, page), or with a group behind the seat.
+    moves: zero, copy, load and store, as in StepPlan."""
 
     def array(values: Sequence[Sequence[int]], width: int) -> Int32Array:
         return np.array(values, dtype=np.int32).reshape(-1, width)
@@ -129,8 +131,8 @@ def make_plan(
         array([[*row, 0] for row in rows], 5),
         np.array(token_ids, dtype=np.int32),
         array([[seat, seat, 0] for seat in seated], 3),
-        array([[seat, 0, index, page] for seat, index, page in pages], 4),
-        *(array([], width) for width in (2, 3, 4, 4)),
+        array([row if len(row) == 4 else (row[0], 0, *row[1:]) for row in pages], 4),
+        *(array(moves.get(name, ()), width) for name, width in (("zero", 2), ("copy", 3), ("load", 4), ("store", 4))),
     )
 
 

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tokenspeed.core.plan import RowKind, StepPlan
+from tokenspeed.core.plan import CacheGroup, GroupKind, RowKind, StepPlan
 from tokenspeed.execution.input_buffers import InputBuffers
 from tokenspeed.execution.kv_cache import PoolSize
 
-SIZE = PoolSize(num_blocks=60, block_size=4, max_model_len=40, kv_bytes=0)
+FULL = CacheGroup(GroupKind.FULL, block_size=4, num_blocks=60)
+WINDOW = CacheGroup(GroupKind.WINDOW, block_size=4, num_blocks=20, window=9)
+SIZE = PoolSize((FULL,), (), max_model_len=40, kv_bytes=0)
 SEATS = 5
 
 
@@ -38,7 +40,7 @@ def test_tables_that_follow_deltas_equal_rebuilt_ones(buffers: InputBuffers, too
                     tables[seat].append(page)
         buffers.apply(tools.make_plan(step, [], seated=seated, pages=delta))
         for seat, table in tables.items():
-            row = buffers.page_tables[seat].tolist()
+            row = buffers.page_tables[0, seat].tolist()
             assert row == table + [0] * (len(row) - len(table))
 
 
@@ -75,16 +77,16 @@ def test_a_mixed_batch_equals_a_plain_loop(buffers: InputBuffers, tools: Any) ->
     ]
     assert batch.token_ids_T.tolist() == [71, 70, 20, 21, 22, 23, 24, 25, 30, 31, 32]
     assert batch.positions_T.tolist() == [position for _, position in positions]
-    assert batch.slot_mapping_T.tolist() == [table[s, p // 4] * 4 + p % 4 for s, p in positions]
+    assert batch.groups[0].slot_mapping_T.tolist() == [table[s, p // 4] * 4 + p % 4 for s, p in positions]
     assert batch.query_start.tolist() == [0, 1, 2, 8, 11]
     assert batch.seq_lens_R.tolist() == [5, 10, 11, 3]
-    assert batch.block_tables_RB.tolist() == [[table[row[0], index] for index in range(3)] for row in rows]
+    assert batch.groups[0].block_tables_RB.tolist() == [[table[row[0], index] for index in range(3)] for row in rows]
     assert batch.sample_index_S.tolist() == [0, 1, 10]
     assert (batch.max_query_len, batch.max_seq_len) == (6, 11)
     assert inputs.position_S.tolist() == [5, 10, 3]
     assert inputs.seats_S.tolist() == [1, 3, 2]
-    assert [batch.token_ids_T.dtype, batch.positions_T.dtype, batch.slot_mapping_T.dtype] == [torch.int64] * 3
-    assert [batch.query_start.dtype, batch.seq_lens_R.dtype, batch.block_tables_RB.dtype] == [torch.int32] * 3
+    assert [batch.token_ids_T.dtype, batch.positions_T.dtype, batch.groups[0].slot_mapping_T.dtype] == [torch.int64] * 3
+    assert [batch.query_start.dtype, batch.seq_lens_R.dtype, batch.groups[0].block_tables_RB.dtype] == [torch.int32] * 3
 
 
 def test_a_batch_is_not_changed_by_the_next_step(buffers: InputBuffers, tools: Any) -> None:
@@ -92,7 +94,7 @@ def test_a_batch_is_not_changed_by_the_next_step(buffers: InputBuffers, tools: A
     buffers.apply(plan)
     batch = buffers.build(plan).batch
     buffers.apply(tools.make_plan(1, [], seated=[0], pages=[(0, 0, 10)]))
-    assert batch.block_tables_RB.tolist() == [[9]]
+    assert batch.groups[0].block_tables_RB.tolist() == [[9]]
 
 
 def test_rows_without_sampling_and_empty_plans(buffers: InputBuffers, tools: Any) -> None:

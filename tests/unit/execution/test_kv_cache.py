@@ -11,6 +11,7 @@ import torch
 
 from tokenspeed.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tokenspeed.core.errors import CapacityError, ConfigError
+from tokenspeed.core.plan import CacheGroup, GroupKind
 from tokenspeed.execution import kv_cache, placement
 from tokenspeed.execution.kv_cache import PoolSize, size_pool
 from tokenspeed.layers.attention import KvSpec
@@ -67,7 +68,11 @@ def test_a_context_beyond_the_model_is_refused() -> None:
 
 def test_a_pool_that_memory_cannot_hold_is_refused() -> None:
     with pytest.raises(CapacityError, match="out of memory: the KV pool"):
-        kv_cache.allocate(PoolSize(1 << 40, 16, 1000, 1 << 55), SPECS, BuildContext("cpu", torch.float32))
+        kv_cache.allocate(
+            PoolSize((CacheGroup(GroupKind.FULL, 16, 1 << 40),), (0, 0), 1000, 1 << 55),
+            SPECS,
+            BuildContext("cpu", torch.float32),
+        )
 
 
 def test_pages_are_zeroed_and_copied_whole() -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 import transformers
 
+from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
-from tokenspeed.layers.forward_batch import ForwardBatch, KvLayer
+from tokenspeed.layers.forward_batch import ForwardBatch, GroupTables, KvLayer
 from tokenspeed.models import CausalLM, resolve
 
 BLOCK_SIZE = 8
@@ -131,54 +132,83 @@ def load(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class Session:
-    """Sequences of one model, their pages scattered at random over a poisoned cache."""
+    """Sequences of one model, their pages scattered at random over a poisoned cache. Layers of a window have tables of
+    their own, from which blocks that no token will look at again are taken, and their pages poisoned."""
 
     def __init__(self, model: CausalLM, num_sequences: int, max_len: int) -> None:
         blocks_each = -(-max_len // BLOCK_SIZE)
         generator = torch.Generator().manual_seed(3)
-        pages = torch.randperm(num_sequences * blocks_each, generator=generator) + 1
-        self.tables = pages.view(num_sequences, blocks_each).int()
+        num_pages = num_sequences * blocks_each
+        self.windows = sorted({spec.window or 0 for spec in model.kv_specs})
+        self.tables = [
+            (torch.randperm(num_pages, generator=generator) + 1).view(num_sequences, blocks_each).int()
+            for _ in self.windows
+        ]
         self.lens = [0] * num_sequences
         self.model = model
-        num_pages = num_sequences * blocks_each + 1
-        self.kv_layers = tuple(_poisoned(num_pages, spec.num_kv_heads, spec.head_dim) for spec in model.kv_specs)
+        self.kv_layers = tuple(
+            _poisoned(num_pages + 1, spec, self.windows.index(spec.window or 0)) for spec in model.kv_specs
+        )
 
     def step(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Feed each sequence its chunk of token ids; (chunk, V) logits by sequence."""
         tokens: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        owners: list[int] = []
         starts = [0]
         for sequence, chunk in chunks.items():
+            self._expire(sequence)
             for token in chunk:
-                position = self.lens[sequence]
-                page = int(self.tables[sequence, position // BLOCK_SIZE])
                 tokens.append(token)
-                positions.append(position)
-                slots.append(page * BLOCK_SIZE + position % BLOCK_SIZE)
+                positions.append(self.lens[sequence])
+                owners.append(sequence)
                 self.lens[sequence] += 1
             starts.append(len(tokens))
         rows = list(chunks)
         batch = ForwardBatch(
             token_ids_T=torch.tensor(tokens),
             positions_T=torch.tensor(positions),
-            slot_mapping_T=torch.tensor(slots),
             query_start=torch.tensor(starts, dtype=torch.int32),
             seq_lens_R=torch.tensor([self.lens[row] for row in rows], dtype=torch.int32),
-            block_tables_RB=self.tables[rows],
             sample_index_S=torch.arange(len(tokens)),
             max_query_len=max(len(chunk) for chunk in chunks.values()),
             max_seq_len=max(self.lens[row] for row in rows),
+            groups=tuple(
+                GroupTables(
+                    torch.tensor([_slot(table[owner], at) for owner, at in zip(owners, positions, strict=True)]),
+                    table[rows],
+                )
+                for table in self.tables
+            ),
             kv_layers=self.kv_layers,
         )
         with torch.inference_mode():
             logits = self.model.compute_logits(self.model.forward(batch)[batch.sample_index_S])
         return {row: logits[starts[index] : starts[index + 1]] for index, row in enumerate(rows)}
 
+    def num_holes(self, sequence: int) -> list[int]:
+        """Blocks taken out of the sequence's table, a group of layers each."""
+        return [int((table[sequence] == 0).sum()) for table in self.tables]
 
-def _poisoned(num_pages: int, num_kv_heads: int, head_dim: int) -> KvLayer:
-    shape = (num_pages, BLOCK_SIZE, num_kv_heads, head_dim)
-    return KvLayer(torch.full(shape, float("nan")), torch.full(shape, float("nan")))
+    def _expire(self, sequence: int) -> None:
+        """Before a chunk: blocks whose last token is further back than the window of the chunk's first token."""
+        for group, window in enumerate(self.windows):
+            first_seen = self.lens[sequence] - window + 1 if window else 0
+            for index in range(max(0, first_seen) // BLOCK_SIZE):
+                page = int(self.tables[group][sequence, index])
+                self.tables[group][sequence, index] = 0
+                for layer in self.kv_layers:
+                    if layer.group == group:
+                        layer.k[page], layer.v[page] = float("nan"), float("nan")
+
+
+def _slot(table: torch.Tensor, position: int) -> int:
+    return int(table[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+def _poisoned(num_pages: int, spec: KvSpec, group: int) -> KvLayer:
+    shape = (num_pages, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    return KvLayer(torch.full(shape, float("nan")), torch.full(shape, float("nan")), group)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

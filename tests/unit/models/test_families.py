@@ -45,6 +45,18 @@ def test_chunked_prefill_at_odd_sizes_then_cached_decode(twin: Any, new_session:
     assert_agree(actual, twin.expected(ids))
 
 
+def test_window_layers_hold_only_their_window(new_twin: Callable[..., Any], new_session: Callable[..., Any]) -> None:
+    """Chunks longer and shorter than the window of 11, then decode: the blocks behind it are gone, and no token
+    differs."""
+    for variant in ("gemma3", "qwen2-windows"):
+        twin = new_twin(variant)
+        ids = token_ids(90, seed=2)
+        session = new_session(twin.ours, 1, 90)
+        assert_agree(run_in_chunks(session, ids, [40, 5, 33] + [1] * 12), twin.expected(ids))
+        # The last token sits at 89 and looks back to 79 or 77: blocks 0 to 8 of 8 tokens each are out of its sight.
+        assert session.num_holes(0) == [0, 9]
+
+
 def test_batch_of_eight_mixed_lengths_prefill_and_decode_in_one_step(
     twin: Any, new_session: Callable[..., Any]
 ) -> None:

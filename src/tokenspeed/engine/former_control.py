@@ -7,16 +7,13 @@ Knows only what is lacking. Goes as soon as the control plane lacks nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tokenspeed.core.plan import ControlStats, Int32Array, RequestKey, Seating, SequenceEvents, StepPlan, StepResult
-from tokenspeed.core.request import ContentSpan, Retention, TokenLogprobs
-from tokenspeed.engine.sequences import PromptLogprobs
-from tokenspeed.engine.step import Refusal, StepHandle, StepOutput
+from tokenspeed.core.plan import ControlStats, Int32Array, RequestKey, SequenceEvents, StepPlan, StepResult
+from tokenspeed.core.request import ContentSpan, Retention
+from tokenspeed.engine.step import Refusal
 
 if TYPE_CHECKING:
-    from tokenspeed import execution
     from tokenspeed.control import ControlPlane
 
 
@@ -84,35 +81,4 @@ class FormerControl:
         return self._plane.take_events()
 
     def stats(self) -> ControlStats:
-        running, waiting, *rest = self._plane._scheduler.stats()
-        return ControlStats(running, waiting, 0, *rest)
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    result: StepResult
-    logprobs: Sequence[Sequence[TokenLogprobs] | None]
-    prompt_logprobs: Sequence[PromptLogprobs | None]
-    transfers: Sequence[tuple[int, bool]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Handle:
-    handle: execution.StepHandle
-
-    def wait(self) -> StepOutput:
-        output = self.handle.wait()
-        return _Output(output.result, output.logprobs, output.prompt_logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class FormerRunner:
-    """A runner that makes no transfers."""
-
-    runner: execution.ModelRunner
-
-    def launch(self, plan: StepPlan, seatings: Sequence[Seating]) -> StepHandle:
-        return _Handle(self.runner.launch(plan, seatings))
-
-    def poll_transfers(self) -> Sequence[tuple[int, bool]]:
-        return ()
+        return self._plane.stats()

@@ -25,7 +25,7 @@ from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import CapacityError, StartError
 from tokenspeed.core.ipc import EngineInfo, Progress, Shutdown, Start, StartFailed, ToEngine
 from tokenspeed.engine.channel import Channel, ChannelClosedError
-from tokenspeed.engine.former_control import FormerControl, FormerRunner
+from tokenspeed.engine.former_control import FormerControl
 from tokenspeed.engine.step import EngineLoop
 from tokenspeed.observability.logging import ROOT, set_up_logging
 
@@ -96,7 +96,7 @@ class _Engine:
         self.info = _describe(config, self._runner, time.monotonic() - began)
         self.loop = EngineLoop(
             FormerControl(_build_control(config, self.info)),
-            FormerRunner(self._runner),
+            self._runner,
             channel,
             overlap_depth=config.scheduler.overlap_depth,
             on_fault=lambda error: _complain(error, config.debug),

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents' sessions through the whole engine on a CPU: a pool too small for them, holds between their turns, forks, and
+a host tier from which evicted blocks come back.
+
+A session's turn is its whole history and some new tokens; its answer joins the history. The model is a tiny random
+llama, decoded greedily, whose kernels give the same bits however a prompt is cut: so every pool must give equal tokens.
+The last block of a history is full only by chance; what it has is computed again with the next turn, in every pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from numpy.typing import NDArray
+
+from fakes import VOCAB_SIZE, FakeSource, byte_tokenizer
+from tokenspeed.core.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tokenspeed.core.ipc import EngineStats
+from tokenspeed.core.plan import RowField, RowKind, Seating, StepPlan
+from tokenspeed.core.request import FinishReason, Retention, SamplingParams
+from tokenspeed.engine.process import InProcessEngine
+from tokenspeed.execution import ModelRunner, StepHandle
+from tokenspeed.llm.async_llm import AsyncLLM
+from tokenspeed.llm.engine_client import EngineClient
+from tokenspeed.llm.input_processor import TokensPrompt
+from tokenspeed.llm.llm import joined
+
+NUM_SESSIONS, NUM_TURNS, NUM_FORKS = 16, 6, 4
+FORK_AFTER_TURN = 3
+BLOCK_SIZE = 8
+ANSWER_LEN = 10
+CONTEXT_LEN = 512
+ROOMY, TIGHT, HOST = 16_384, 1_024, 16_384
+"""Tokens of a pool that holds all sessions for good, of one that holds about five of them at their end, of the tier."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn got."""
+
+    prompt_len: int
+    cached_len: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class Outcome:
+    """What all sessions got from one engine, and the engine's counters when everything had ended.
+
+    num_prefilled: tokens that prefill rows computed, whatever for."""
+
+    turns: dict[tuple[int, int], Turn] = field(default_factory=dict)
+    stats: EngineStats = field(default_factory=EngineStats)
+    num_prefilled: int = 0
+
+    @property
+    def token_ids(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        return {name: turn.token_ids for name, turn in self.turns.items()}
+
+    @property
+    def num_computed(self) -> dict[tuple[int, int], int]:
+        """Prompt tokens of each turn that no cache had."""
+        return {name: turn.prompt_len - turn.cached_len for name, turn in self.turns.items()}
+
+
+class Sessions:
+    """All sessions against one engine. The first NUM_FORKS of the others start from the history of session 0."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.outcome = Outcome()
+        self._llm = llm
+        self._parent: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> Outcome:
+        await asyncio.gather(*(self._session(number) for number in range(NUM_SESSIONS)))
+        async with asyncio.timeout(5.0):
+            while self._llm.stats.num_running or self._llm.stats.num_waiting or self._llm.stats.used_blocks:
+                await asyncio.sleep(0.01)
+        self.outcome.stats = self._llm.stats
+        return self.outcome
+
+    async def _session(self, number: int) -> None:
+        dice = random.Random(number)
+        is_fork = 1 <= number <= NUM_FORKS
+        history = list(await self._parent) if is_fork else []
+        for turn in range(NUM_TURNS):
+            history += [dice.randrange(VOCAB_SIZE) for _ in range(dice.randint(12, 28))]
+            history += await self._turn((number, turn), history)
+            if number == 0 and turn + 1 == FORK_AFTER_TURN:
+                self._parent.set_result(list(history))
+            await self._use_a_tool((number, turn), dice)
+
+    async def _turn(self, name: tuple[int, int], history: list[int]) -> tuple[int, ...]:
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER_LEN, ignore_eos=True)
+        stream = self._llm.generate(
+            TokensPrompt(history), params, request_id=_text(name), retain=Retention(f"session-{name[0]}", 60.0)
+        )
+        output = joined([output async for output in stream])
+        (completion,) = output.outputs
+        self.outcome.turns[name] = Turn(len(history), output.cached_len, completion.token_ids, completion.finish_reason)
+        return completion.token_ids
+
+    async def _use_a_tool(self, name: tuple[int, int], dice: random.Random) -> None:
+        """The hold is prolonged while the tool runs, and let go after the last turn."""
+        if name[1] + 1 == NUM_TURNS:
+            self._llm.release(_text(name))
+            return
+        self._llm.retain(_text(name), 30.0)
+        await asyncio.sleep(dice.uniform(0.0, 0.05))
+
+
+def _text(name: tuple[int, int]) -> str:
+    return f"session-{name[0]}-turn-{name[1]}"
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two random layers, wide enough that greedy answers differ."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": CONTEXT_LEN, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(dict(_tensors()), folder / "model.safetensors")
+    return folder
+
+
+def _tensors() -> Iterator[tuple[str, NDArray[np.float32]]]:
+    dice = np.random.default_rng(0)
+
+    def matrix(*shape: int) -> NDArray[np.float32]:
+        return (0.4 * dice.standard_normal(shape)).astype(np.float32)
+
+    yield "model.embed_tokens.weight", matrix(VOCAB_SIZE, 32)
+    yield "model.norm.weight", np.ones(32, np.float32)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}.{norm}.weight", np.ones(32, np.float32)
+        for name, rows in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16), ("o_proj", 32)):
+            yield f"{prefix}.self_attn.{name}.weight", matrix(rows, 32)
+        for name in ("gate_proj", "up_proj"):
+            yield f"{prefix}.mlp.{name}.weight", matrix(48, 32)
+        yield f"{prefix}.mlp.down_proj.weight", matrix(32, 48)
+
+
+@pytest.fixture(scope="module")
+def serve(tiny_llama: Path) -> Iterator[Callable[..., Outcome]]:
+    """Runs all sessions on a new engine with this cache."""
+    torch.set_num_threads(1)
+    prefilled: list[int] = []
+    launch = ModelRunner.launch
+
+    def counting(runner: ModelRunner, plan: StepPlan, seatings: Sequence[Seating]) -> StepHandle:
+        is_prefill = plan.rows[:, RowField.KIND] != RowKind.DECODE
+        prefilled.append(int(plan.rows[is_prefill, RowField.QUERY_LEN].sum()))
+        return launch(runner, plan, seatings)
+
+    async def sessions(config: EngineConfig) -> Outcome:
+        client = await EngineClient.start(InProcessEngine, config)
+        source = FakeSource(config={"max_position_embeddings": CONTEXT_LEN, "vocab_size": VOCAB_SIZE})
+        llm = AsyncLLM(config, source, byte_tokenizer(), client)
+        prefilled.clear()  # the warm-up is nobody's prompt
+        try:
+            async with asyncio.timeout(120.0):
+                return await Sessions(llm).run()
+        finally:
+            await llm.shutdown()
+
+    def run(**cache: object) -> Outcome:
+        config = EngineConfig(
+            model=ModelConfig(model=str(tiny_llama)),
+            cache=CacheConfig(block_size=BLOCK_SIZE, **cache),  # type: ignore[arg-type]
+            scheduler=SchedulerConfig(max_num_seqs=NUM_SESSIONS, max_num_batched_tokens=256),
+            device=DeviceConfig(device="cpu", num_threads=1),
+        ).validate()
+        outcome = asyncio.run(sessions(config))
+        outcome.num_prefilled = sum(prefilled)
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "launch", counting)
+        yield run
+
+
+@pytest.fixture(scope="module")
+def roomy(serve: Callable[..., Outcome]) -> Outcome:
+    """What a pool that never evicts gives."""
+    return serve(kv_tokens=ROOMY)
+
+
+def test_a_roomy_pool_computes_each_token_of_a_history_once(roomy: Outcome) -> None:
+    assert len(roomy.turns) == NUM_SESSIONS * NUM_TURNS
+    assert all(turn.finish_reason is FinishReason.LENGTH for turn in roomy.turns.values())
+    assert len(set(roomy.token_ids.values())) > NUM_SESSIONS, "answers that are all alike would prove nothing"
+    for (session, turn), got in roomy.turns.items():
+        if turn > 0:
+            before = roomy.turns[session, turn - 1]
+            known = before.prompt_len + ANSWER_LEN - 1  # nobody has computed the last token of an answer yet
+            assert got.cached_len == known - known % BLOCK_SIZE, (session, turn)
+        elif 1 <= session <= NUM_FORKS:
+            assert got.cached_len >= roomy.turns[0, FORK_AFTER_TURN - 1].prompt_len - BLOCK_SIZE, "a fork shares"
+        else:
+            assert got.cached_len == 0
+    assert roomy.num_prefilled == sum(roomy.num_computed.values())
+    assert (roomy.stats.num_preemptions, roomy.stats.num_held, roomy.stats.used_blocks) == (0, 0, 0)
+
+
+def test_a_pool_too_small_finishes_everything_alike_and_computes_evicted_tokens_again(
+    serve: Callable[..., Outcome], roomy: Outcome
+) -> None:
+    tight = serve(kv_tokens=TIGHT)
+    assert tight.token_ids == roomy.token_ids
+    assert sum(tight.num_computed.values()) > sum(roomy.num_computed.values()), "the pool is not too small"
+    assert (tight.stats.loaded_tokens, tight.stats.host_total_blocks) == (0, 0)

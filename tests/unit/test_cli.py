@@ -57,6 +57,12 @@ def test_flags_become_configuration(configs: list[Any]) -> None:
     assert server.cors_origins == ("a", "b")
 
 
+def test_the_host_tier_has_a_size_and_a_time_to_store(configs: list[Any]) -> None:
+    assert cli.main(["serve", "--host-kv-tokens", "64", "--host-store", "pressure"]) == 0
+    cache = configs[0].engine.cache
+    assert (cache.host_tokens, cache.host_store) == (64, "pressure")
+
+
 def test_without_flags_everything_is_the_default(configs: list[Any]) -> None:
     assert cli.main(["serve"]) == 0
     assert configs[0].engine == EngineConfig()
@@ -79,6 +85,10 @@ def test_every_configuration_field_has_a_flag_or_a_reason() -> None:
         (["serve", "a", "--model", "b"], "two models"),
         (["serve", "--kernel", "linear"], "OP=SOLUTION"),
         (["serve", "--max-model-len", "99", "--kv-tokens", "64"], "--max-model-len 99"),
+        (["serve", "--host-kv-tokens", "15"], "at least 16"),
+        (["serve", "--host-kv-tokens", "-16"], "--host-kv-tokens -16"),
+        (["serve", "--host-kv-tokens", "64", "--no-prefix-caching"], "--no-prefix-caching"),
+        (["serve", "--host-store", "pressure"], "give --host-kv-tokens"),
     ],
 )
 def test_a_wrong_flag_is_one_line(

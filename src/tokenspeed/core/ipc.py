@@ -99,6 +99,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_num_batched_tokens: int
     vocab_size: int
     load_s: float
+    num_host_blocks: int = 0
     kernels: tuple[KernelBinding, ...] = ()
 
 

@@ -142,6 +142,7 @@ def _describe(config: EngineConfig, runner: ModelRunner, load_s: float) -> Engin
         block_size=info.block_size,
         num_kv_blocks=info.num_kv_blocks,
         kv_bytes=info.kv_bytes,
+        num_host_blocks=info.groups[0].num_host_blocks,
         max_model_len=info.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,

@@ -79,6 +79,13 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def _host_tier(info: EngineInfo) -> tuple[tuple[str, str], ...]:
+    if info.num_host_blocks == 0:
+        return ()
+    num_tokens = info.num_host_blocks * info.block_size
+    return (("host tier", f"{num_tokens:,} tokens in {info.num_host_blocks:,} blocks"),)
+
+
 def banner(info: EngineInfo, name: str, address: str) -> str:
     """What a user wants to know when serving begins."""
     kv_tokens = info.num_kv_blocks * info.block_size
@@ -86,6 +93,7 @@ def banner(info: EngineInfo, name: str, address: str) -> str:
         ("model", f"{name} ({info.model_type}, {_parameters(info.num_parameters)} parameters)"),
         ("device", f"{info.device}, {info.dtype}, {info.num_threads} threads"),
         ("KV cache", f"{kv_tokens:,} tokens in {info.num_kv_blocks:,} blocks, {info.kv_bytes / 2**20:,.0f} MiB"),
+        *_host_tier(info),
         (
             "context",
             f"{info.max_model_len:,} tokens, up to {info.max_num_seqs} requests at once",

@@ -43,6 +43,9 @@ def test_the_banner_says_what_matters() -> None:
     for words in ("small (t, 135 M parameters)", "cpu, float32, 1 threads", "1,024 tokens", "3 MiB", "512 tokens"):
         assert words in text
     assert text.splitlines()[-1] == "Press Ctrl-C to stop."
+    assert "host tier" not in text
+    tiered = banner(engine_info(num_host_blocks=128), "small", "http://127.0.0.1:1")
+    assert "host tier  2,048 tokens in 128 blocks" in tiered
 
 
 @pytest.mark.parametrize(

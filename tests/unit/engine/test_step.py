@@ -251,8 +251,9 @@ def test_only_requests_that_ended_well_and_asked_for_it_are_held() -> None:
             request("plain", max_tokens=1),
             with_fields(request("bad"), retain=KEEP),
             with_fields(request("gone", max_tokens=100), retain=KEEP),
+            request("live", max_tokens=50),
         ],
-        [Cancel("gone")],
+        [Cancel("gone"), Retain("live", 1.0), Release("live")],
         runner=bad,
     ).settle()
     harness.send(*(Retain(name, 1.0) for name in ("plain", "bad", "gone", "nobody")))

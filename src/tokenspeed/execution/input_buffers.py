@@ -80,6 +80,7 @@ class InputBuffers:
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The batch of this plan. Decode rows come first."""
+        block_size = self._size.block_size
         rows = plan.rows.astype(np.int64)
         seats_R, kinds_R = rows[:, RowField.SEAT], rows[:, RowField.KIND]
         query_lens_R = rows[:, RowField.QUERY_LEN]
@@ -96,9 +97,8 @@ class InputBuffers:
         seq_lens_R = context_lens_R + query_lens_R
         max_seq_len = int(seq_lens_R.max(initial=0))
         positions_T = np.arange(query_start[-1]) + np.repeat(context_lens_R - query_start[:-1], query_lens_R)
-        seats_T = np.repeat(seats_R, query_lens_R)
-        num_blocks = -(-max_seq_len // self._size.block_size)
-        tables_GRB = self.page_tables[:, seats_R, :num_blocks]
+        seats_T, (block_index_T, offset_T) = np.repeat(seats_R, query_lens_R), np.divmod(positions_T, block_size)
+        num_blocks = -(-max_seq_len // block_size)
         batch = ForwardBatch(
             token_ids_T=self._tensor(token_ids_T),
             positions_T=self._tensor(positions_T),
@@ -108,17 +108,15 @@ class InputBuffers:
             max_query_len=int(query_lens_R.max(initial=0)),
             max_seq_len=max_seq_len,
             groups=tuple(
-                GroupTables(self._tensor(slots_T), self._tensor(table_RB))
-                for slots_T, table_RB in zip(self._slots_GT(seats_T, positions_T), tables_GRB, strict=True)
+                GroupTables(
+                    self._tensor(tables[seats_T, block_index_T].astype(np.int64) * block_size + offset_T),
+                    self._tensor(tables[seats_R, :num_blocks]),
+                )
+                for tables in self.page_tables
             ),
             kv_layers=self._kv_layers,
         )
         return StepInputs(batch, seats_R, kinds_R, context_lens_R, query_start, sampled_rows_S)
-
-    def _slots_GT(self, seats_T: Int64Array, positions_T: Int64Array) -> Int64Array:
-        block_size = self._size.block_size
-        block_index_T, offset_T = np.divmod(positions_T, block_size)
-        return self.page_tables[:, seats_T, block_index_T].astype(np.int64) * block_size + offset_T
 
     def _layers_of(self, group: int) -> list[KvLayer]:
         return [layer for layer in self._kv_layers if layer.group == group]
@@ -129,4 +127,5 @@ class InputBuffers:
         self.last_token[inputs.seats_S] = token_ids_S
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        # Kernels take the last dimension to be contiguous, which a slice or a transposed pick need not be.
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -96,7 +96,11 @@ def engine_config(path: Path | str, **options: object) -> EngineConfig:
             max_model_len=options.get("max_model_len"),  # type: ignore[arg-type]
             dtype=options.get("dtype", "auto"),  # type: ignore[arg-type]
         ),
-        cache=CacheConfig(kv_tokens=options.get("kv_tokens", 2048), block_size=8),  # type: ignore[arg-type]
+        cache=CacheConfig(
+            kv_tokens=options.get("kv_tokens", 2048),  # type: ignore[arg-type]
+            host_tokens=int(str(options.get("host_tokens", 0))),
+            block_size=8,
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=int(str(options.get("max_num_seqs", 8))),
             max_num_batched_tokens=int(str(options.get("max_num_batched_tokens", 512))),
@@ -106,9 +110,9 @@ def engine_config(path: Path | str, **options: object) -> EngineConfig:
     )
 
 
-def new_runner(config: EngineConfig) -> ModelRunner:
+def new_runner(config: EngineConfig, *, grouped: bool = False) -> ModelRunner:
     """A runner of the model that the configuration names."""
-    return ModelRunner.create(config, open_model(config.model))
+    return ModelRunner.create(config, open_model(config.model), grouped=grouped)
 
 
 def make_plan(

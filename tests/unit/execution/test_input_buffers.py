@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from tokenspeed.core.plan import CacheGroup, GroupKind, RowKind, StepPlan
+from tokenspeed.execution import kv_cache
 from tokenspeed.execution.input_buffers import InputBuffers
 from tokenspeed.execution.kv_cache import PoolSize
+from tokenspeed.layers.attention import KvSpec
+from tokenspeed.layers.build import BuildContext
 
 FULL = CacheGroup(GroupKind.FULL, block_size=4, num_blocks=60)
 WINDOW = CacheGroup(GroupKind.WINDOW, block_size=4, num_blocks=20, window=9)
@@ -125,3 +128,58 @@ def test_plans_out_of_contract_are_bugs(buffers: InputBuffers, tools: Any, plan:
 
     with pytest.raises(AssertionError, match=words):
         run()
+
+
+@pytest.fixture
+def grouped() -> InputBuffers:
+    ctx = BuildContext("cpu", torch.float32)
+    specs = (KvSpec(1, 2, 9), KvSpec(1, 2))
+    size = PoolSize((FULL, WINDOW), (1, 0), max_model_len=40, kv_bytes=0)
+    return InputBuffers(size, SEATS, kv_cache.allocate(size, specs, ctx), torch.device("cpu"))
+
+
+def test_each_group_has_tables_of_its_own(grouped: InputBuffers, tools: Any) -> None:
+    pages = [(2, 0, index, 30 + index) for index in range(4)] + [(2, 1, index, 20 - index) for index in range(4)]
+    plan = tools.make_plan(0, [(2, RowKind.PREFILL, 0, 14)], list(range(14)), seated=[2], pages=pages)
+    grouped.apply(plan)
+    inputs = grouped.build(plan)
+    full, window = inputs.batch.groups
+    assert [layer.group for layer in inputs.batch.kv_layers] == [1, 0]
+    assert [len(layer.k) for layer in inputs.batch.kv_layers] == [21, 61]
+    assert full.block_tables_RB.tolist() == [[30, 31, 32, 33]]
+    assert window.block_tables_RB.tolist() == [[20, 19, 18, 17]]
+    assert full.slot_mapping_T.tolist() == [(30 + at // 4) * 4 + at % 4 for at in range(14)]
+    assert window.slot_mapping_T.tolist() == [(20 - at // 4) * 4 + at % 4 for at in range(14)]
+    grouped.commit(inputs, np.zeros(0, dtype=np.int32))
+    # The next token sits at 14 and looks back to 6: block 0 has expired and may go to someone else.
+    plan = tools.make_plan(1, [(2, RowKind.DECODE, 14, 1)], pages=[(2, 1, 0, 0), (3, 1, 0, 20)])
+    grouped.apply(plan)
+    full, window = grouped.build(plan).batch.groups
+    assert full.block_tables_RB.tolist() == [[30, 31, 32, 33]]
+    assert window.block_tables_RB.tolist() == [[0, 19, 18, 17]]
+    assert window.slot_mapping_T.tolist() == [17 * 4 + 2]
+    grouped.apply(tools.make_plan(2, [], seated=[2]))
+    assert not grouped.page_tables[:, 2].any()
+    assert grouped.page_tables[1, 3, 0] == 20
+
+
+def test_pages_are_zeroed_and_copied_in_their_own_group(grouped: InputBuffers, tools: Any) -> None:
+    window, full = grouped.build(tools.make_plan(0, [])).batch.kv_layers
+    for layer in (window, full):
+        layer.k[:] = torch.arange(len(layer.k)).view(-1, 1, 1, 1)
+        layer.v.copy_(layer.k)
+    grouped.apply(tools.make_plan(1, [], zero=[(0, 5), (1, 6)], copy=[(1, 7, 8), (0, 9, 10), (1, 3, 4)]))
+    for pages in (full.k, full.v):
+        assert pages[[4, 5, 6, 8, 10], 0, 0, 0].tolist() == [4, 0, 6, 8, 9]
+    for pages in (window.k, window.v):
+        assert pages[[4, 5, 6, 8, 10], 0, 0, 0].tolist() == [3, 5, 0, 7, 10]
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), [((0, 0, 0, 0), "null page"), ((0, 1, 0, 21), "21"), ((0, 2, 0, 1), "no cache group 2 of 2")]
+)
+def test_a_group_hands_out_its_own_pages_only(
+    grouped: InputBuffers, tools: Any, page: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        grouped.apply(tools.make_plan(0, [], pages=[page]))

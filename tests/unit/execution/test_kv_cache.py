@@ -18,18 +18,19 @@ from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
 
 SPECS = (KvSpec(2, 8), KvSpec(2, 8))
+MIXED = (KvSpec(4, 16, 100), KvSpec(4, 8), KvSpec(4, 8, 100))
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
 
 
 def sized(
-    kv_tokens: int | None = None, max_model_len: int | None = None, model_len: int = 1000, fraction: float = 0.5
+    kv_tokens: int | None = None, max_model_len: int | None = None, model_len: int = 1000, **options: Any
 ) -> PoolSize:
     config = EngineConfig(
         model=ModelConfig(max_model_len=max_model_len),
-        cache=CacheConfig(kv_tokens=kv_tokens, memory_fraction=fraction),
-        scheduler=SchedulerConfig(max_num_seqs=4),
+        cache=CacheConfig(kv_tokens=kv_tokens, host_tokens=options.get("host_tokens", 0)),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=options.get("step_tokens")),
     )
-    return size_pool(config, SPECS, model_len, BuildContext("cpu", torch.float32))
+    return size_pool(config, options.get("specs", SPECS), model_len, BuildContext("cpu", torch.float32))
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -59,6 +60,63 @@ def test_a_pool_below_one_request_is_refused_with_the_numbers(monkeypatch: pytes
     memory(monkeypatch, 40 * TOKEN_BYTES)
     with pytest.raises(CapacityError, match="holds 0 tokens but one request may need 32"):
         sized()
+
+
+def test_layers_of_a_window_have_the_pages_that_the_planner_charges_for() -> None:
+    """Four seats of 100 - 1 tokens in blocks of 16 and six more, and four margins of a step of 64 tokens and one."""
+    size = sized(kv_tokens=5000, specs=MIXED, step_tokens=64)
+    full, window = size.groups
+    assert (full.kind, full.window, full.num_blocks) == (GroupKind.FULL, None, 312)
+    assert (window.kind, window.window, window.num_blocks) == (GroupKind.WINDOW, 100, 4 * (7 + 6) + 4 * (4 + 1))
+    assert size.group_of_layer == (1, 0, 1)
+    assert (size.num_blocks, size.num_tokens, size.max_model_len) == (312, 4992, 1000)
+    assert size.kv_bytes == (313 * 64 + 73 * (128 + 64)) * 16 * 4
+    assert sized(kv_tokens=5000, specs=MIXED).groups[1].num_blocks == 312, "a step may have 2048 tokens until measured"
+    layers = kv_cache.allocate(size, MIXED, BuildContext("cpu", torch.float32))
+    assert [(layer.group, len(layer.k)) for layer in layers] == [(1, 73), (0, 313), (1, 73)]
+    groups = kv_cache.page_groups(size, layers)
+    assert [tensor.data_ptr() for group in groups for tensor in group.tensors] == [
+        tensor.data_ptr() for index in (1, 0, 2) for tensor in (layers[index].k, layers[index].v)
+    ]
+
+
+def test_a_window_group_never_has_more_than_the_full_one() -> None:
+    assert [group.num_blocks for group in sized(kv_tokens=250, specs=MIXED, step_tokens=64).groups] == [15, 15]
+
+
+def test_memory_that_windows_leave_goes_to_the_full_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    full_bytes, window_bytes = 64 * 16 * 4, (128 + 64) * 16 * 4
+    memory(monkeypatch, 2 * (101 * full_bytes + 73 * window_bytes))
+    size = sized(specs=MIXED, step_tokens=64)
+    assert [group.num_blocks for group in size.groups] == [100, 72]
+    assert size.kv_bytes == 101 * full_bytes + 73 * window_bytes
+    memory(monkeypatch, 2 * (101 * full_bytes + 73 * window_bytes) - 2)
+    assert sized(specs=MIXED, step_tokens=64).num_blocks == 99
+    memory(monkeypatch, 2 * 41 * (full_bytes + window_bytes))
+    assert [group.num_blocks for group in sized(specs=MIXED, step_tokens=64).groups] == [40, 40]
+    memory(monkeypatch, 1 << 50)
+    assert [group.num_blocks for group in sized(specs=MIXED, step_tokens=64).groups] == [4 * 63, 72]
+
+
+def test_layers_that_look_back_alike_are_one_group_and_the_furthest_comes_first() -> None:
+    assert kv_cache.group_layers((KvSpec(1, 8, 5), KvSpec(2, 8, 5))) == ((5,), (0, 0))
+    assert kv_cache.group_layers((KvSpec(1, 8, 5), KvSpec(1, 8), KvSpec(1, 8, 9))) == ((None, 9, 5), (2, 0, 1))
+    assert kv_cache.group_layers(()) == ((None,), ())
+    (only,) = sized(kv_tokens=5000, specs=(KvSpec(1, 8, 32),), step_tokens=64).groups
+    assert (only.kind, only.window, only.num_blocks) == (GroupKind.WINDOW, 32, 312)
+
+
+def test_a_host_tier_has_pages_for_its_tokens_in_each_group_and_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sized(kv_tokens=250, specs=MIXED, host_tokens=1000)
+    assert [group.num_host_blocks for group in size.groups] == [62, 62]
+    assert size.host_bytes == 63 * (64 + 128 + 64) * 16 * 4
+    assert sized(kv_tokens=250, specs=MIXED).host_bytes == 0
+    ctx = BuildContext("cpu", torch.float32)
+    memory(monkeypatch, size.kv_bytes + size.host_bytes)
+    kv_cache.allocate(size, MIXED, ctx)
+    memory(monkeypatch, size.kv_bytes + size.host_bytes - 1)
+    with pytest.raises(CapacityError, match=r"out of memory: the host tier of 992 tokens .*--host-kv-tokens"):
+        kv_cache.allocate(size, MIXED, ctx)
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:

@@ -12,6 +12,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+PRIORITY_ABS_MAX = 1 << 20
+"""Priority classes go from minus this to this, lower is sooner. The control plane knows no others."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is sampled. Names and meanings follow the OpenAI API and its common extensions.

@@ -21,7 +21,7 @@ from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import CapacityExceededError, ConfigError, ContextLengthError, InvalidRequestError
 from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.core.request import EngineRequest, Retention, SamplingParams, pack_ids
-from tokenspeed.llm.retention import checked_retention, checked_seconds
+from tokenspeed.llm.retention import checked_priority, checked_retention, checked_seconds
 from tokenspeed.llm.sampling import checked, default_sampling, sequence_seed
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "default_sampling",
 ]
 
-_PRIORITY_MIN, _PRIORITY_MAX = -(2**31), 2**31 - 1
 _NO_REPLY = "no scripted reply matches the prompt; add one with an empty match to take any prompt"
 
 
@@ -159,10 +158,7 @@ class InputProcessor:
             retain = checked_retention(retain)
         if timeout_s is not None:
             timeout_s = checked_seconds(timeout_s, "timeout_s")
-        if not _PRIORITY_MIN <= priority <= _PRIORITY_MAX:
-            raise InvalidRequestError(
-                f"priority is {priority}; it must be from {_PRIORITY_MIN} to {_PRIORITY_MAX}", "priority"
-            )
+        checked_priority(priority, "priority")
         ids = self.encode(prompt)
         params = self._fitted(params, len(ids), _PARAM[type(prompt)])
         eos_ids = () if params.ignore_eos else self._eos_ids

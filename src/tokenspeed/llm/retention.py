@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller may ask of a request's life: how long it may take, and how long its pages wait for the next turn.
+"""What a caller may ask of a request's life: how soon it runs, how long it may take, and how long its pages wait for
+the next turn.
 
 Every value is honoured or refused with the field's name, never ignored. Knows no engine and no wire dialect.
 """
@@ -9,11 +10,10 @@ from __future__ import annotations
 import msgspec
 
 from tokenspeed.core.errors import InvalidRequestError
-from tokenspeed.core.request import Retention
+from tokenspeed.core.request import PRIORITY_ABS_MAX, Retention
 
 SECONDS_MAX = 7 * 24 * 3600.0
 SESSION_CHARS_MAX = 512
-_PRIORITY_MIN, _PRIORITY_MAX = -(2**31), 2**31 - 1
 
 
 def checked_retention(retain: Retention) -> Retention:
@@ -27,12 +27,18 @@ def checked_retention(retain: Retention) -> Retention:
             f"retain: the session's name has {len(retain.session)} characters; it must have 1 to {SESSION_CHARS_MAX}",
             "retain",
         )
-    if not _PRIORITY_MIN <= retain.priority <= _PRIORITY_MAX:
-        raise InvalidRequestError(
-            f"retain: priority is {retain.priority}; it must be from {_PRIORITY_MIN} to {_PRIORITY_MAX}", "retain"
-        )
+    checked_priority(retain.priority, "retain.priority")
     checked_seconds(retain.ttl_s, "retain.ttl_s")
     return retain
+
+
+def checked_priority(priority: int, param: str) -> int:
+    """A priority class, or InvalidRequestError naming the field."""
+    if not -PRIORITY_ABS_MAX <= priority <= PRIORITY_ABS_MAX:
+        raise InvalidRequestError(
+            f"{param} is {priority}; it must be from {-PRIORITY_ABS_MAX} to {PRIORITY_ABS_MAX}", param
+        )
+    return priority
 
 
 def checked_seconds(seconds: float, param: str) -> float:

@@ -149,10 +149,7 @@ def sampling_params(
 
 def request_priority(body: SamplingFields) -> int:
     """The priority asked for, 0 when none was."""
-    priority = body.priority or 0
-    if not -(2**31) <= priority < 2**31:
-        raise InvalidRequestError(f"priority is {priority}; it must fit 32 bits", "priority")
-    return priority
+    return body.priority or 0
 
 
 def token_ids(param: str, ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from tokenspeed.core.errors import (
     OverloadedError,
     TokenizerError,
 )
-from tokenspeed.core.request import FinishReason, SamplingParams
+from tokenspeed.core.request import PRIORITY_ABS_MAX, FinishReason, SamplingParams
 from tokenspeed.engine.process import EngineProcess
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.llm.input_processor import ChatPrompt, Prompt, TextPrompt, TokensPrompt
@@ -210,6 +210,17 @@ def test_wrong_requests_harm_no_other(run: Running) -> None:
         with pytest.raises(InvalidRequestError):
             await run.llm.submit(TokensPrompt([10**9]))
         assert (await good).outputs[0].text == "naïve 🧪 東京"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_every_priority_that_is_taken_is_served(run: Running, sign: int) -> None:
+    async def scenario() -> None:
+        with pytest.raises(InvalidRequestError, match="priority"):
+            await run.llm.submit(chat("x"), priority=sign * (PRIORITY_ABS_MAX + 1))
+        (last,) = [out async for out in run.llm.generate(chat("x"), priority=sign * PRIORITY_ABS_MAX) if out.finished]
+        assert last.finished and run.llm.is_alive
 
     run(scenario())
 

@@ -18,7 +18,7 @@ from tokenspeed.core.errors import (
     InvalidRequestError,
     RequestError,
 )
-from tokenspeed.core.request import EngineRequest, SamplingParams, unpack_ids
+from tokenspeed.core.request import PRIORITY_ABS_MAX, EngineRequest, SamplingParams, unpack_ids
 from tokenspeed.llm.input_processor import (
     ChatPrompt,
     InputProcessor,
@@ -226,5 +226,5 @@ def test_a_script_without_a_match_refuses() -> None:
 def test_priority_has_bounds() -> None:
     assert only(processor().process(HELLO, SamplingParams(), request_id="r", priority=-5)).priority == -5
     with pytest.raises(InvalidRequestError) as caught:
-        processor().process(HELLO, SamplingParams(), request_id="r", priority=2**40)
+        processor().process(HELLO, SamplingParams(), request_id="r", priority=PRIORITY_ABS_MAX + 1)
     assert caught.value.param == "priority"

@@ -13,7 +13,7 @@ from fakes import FakeSource, FakeWorker, byte_tokenizer
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.core.ipc import Release, Retain, Submit
-from tokenspeed.core.request import FinishReason, Retention, SamplingParams
+from tokenspeed.core.request import PRIORITY_ABS_MAX, FinishReason, Retention, SamplingParams
 from tokenspeed.engine.process import InProcessEngine
 from tokenspeed.llm import async_llm
 from tokenspeed.llm.async_llm import AsyncLLM
@@ -132,7 +132,8 @@ def test_a_request_ends_with_its_time() -> None:
         ({"retain": Retention("x" * 513, 1.0)}, "retain"),
         ({"retain": Retention("s", 0.0)}, "retain.ttl_s"),
         ({"retain": Retention("s", float("nan"))}, "retain.ttl_s"),
-        ({"retain": Retention("s", 1.0, 2**31)}, "retain"),
+        ({"retain": Retention("s", 1.0, PRIORITY_ABS_MAX + 1)}, "retain.priority"),
+        ({"priority": -PRIORITY_ABS_MAX - 1}, "priority"),
         ({"retain": Retention(5, 1.0)}, "retain"),  # type: ignore[arg-type]
         ({"retain": "session"}, "retain"),
         ({"timeout_s": 0.0}, "timeout_s"),
@@ -154,7 +155,7 @@ def test_what_makes_no_sense_is_refused_with_its_name(fields: dict[str, object],
 
 def test_the_bounds_themselves_are_taken() -> None:
     assert checked_seconds(SECONDS_MAX, "x") == SECONDS_MAX
-    keep = Retention("x" * 512, 1, -(2**31))
+    keep = Retention("x" * 512, 1, -PRIORITY_ABS_MAX)
     assert checked_retention(keep) == keep
 
 

@@ -108,10 +108,13 @@ def test_a_move_that_cannot_be_made_fails_alone(
     assert torch.equal(groups[0].tensors[0][3], before[0][3]), "a failed load moved a page"
 
 
-def test_an_error_while_copying_is_a_failed_move(caplog: pytest.LogCaptureFixture) -> None:
-    groups = make_groups()
-    mover = resolve("host")(groups)
-    groups[0].tensors[2].requires_grad_()  # an in-place write to it raises
+def test_an_error_while_copying_is_a_failed_move(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mover = resolve("host")(make_groups())
+    pairs = mover._byte_pairs
+    frozen = tuple((np.broadcast_to(device, device.shape), host) for device, host in pairs[0])  # not writable
+    monkeypatch.setattr(mover, "_byte_pairs", (frozen, pairs[1]))
     with caplog.at_level(logging.ERROR):
         mover.start(rows((3, 0, 1, 1), (4, 1, 1, 1)), NOTHING)
     assert mover.poll() == ((3, False), (4, True))

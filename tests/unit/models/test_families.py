@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 VOCAB_SIZE = 97
@@ -45,11 +46,14 @@ def test_chunked_prefill_at_odd_sizes_then_cached_decode(twin: Any, new_session:
     assert_agree(actual, twin.expected(ids))
 
 
-def test_window_layers_hold_only_their_window(new_twin: Callable[..., Any], new_session: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kernels", [{}, {"paged_attention": "reference"}], ids=["own-choice", "reference"])
+def test_window_layers_hold_only_their_window(
+    new_twin: Callable[..., Any], new_session: Callable[..., Any], kernels: dict[str, str]
+) -> None:
     """Chunks longer and shorter than the window of 11, then decode: the blocks behind it are gone, and no token
     differs."""
     for variant in ("gemma3", "qwen2-windows"):
-        twin = new_twin(variant)
+        twin = new_twin(variant, kernels)
         ids = token_ids(90, seed=2)
         session = new_session(twin.ours, 1, 90)
         assert_agree(run_in_chunks(session, ids, [40, 5, 33] + [1] * 12), twin.expected(ids))

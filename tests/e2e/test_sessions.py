@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -33,12 +34,16 @@ from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.llm.engine_client import EngineClient
 from tokenspeed.llm.input_processor import TokensPrompt
 from tokenspeed.llm.llm import joined
+from tokenspeed.llm.outputs import RequestOutput
+
+T = TypeVar("T")
 
 NUM_SESSIONS, NUM_TURNS, NUM_FORKS = 16, 6, 4
 FORK_AFTER_TURN = 3
 BLOCK_SIZE = 8
 ANSWER_LEN = 10
 CONTEXT_LEN = 512
+SHORT_S = 0.2
 ROOMY, TIGHT, HOST = 16_384, 1_024, 16_384
 """Tokens of a pool that holds all sessions for good, of one that holds about five of them at their end, of the tier."""
 
@@ -73,6 +78,9 @@ class Outcome:
         return {name: turn.prompt_len - turn.cached_len for name, turn in self.turns.items()}
 
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER_LEN, ignore_eos=True)
+
+
 class Sessions:
     """All sessions against one engine. The first NUM_FORKS of the others start from the history of session 0."""
 
@@ -101,10 +109,8 @@ class Sessions:
             await self._use_a_tool((number, turn), dice)
 
     async def _turn(self, name: tuple[int, int], history: list[int]) -> tuple[int, ...]:
-        params = SamplingParams(temperature=0.0, max_tokens=ANSWER_LEN, ignore_eos=True)
-        stream = self._llm.generate(
-            TokensPrompt(history), params, request_id=_text(name), retain=Retention(f"session-{name[0]}", 60.0)
-        )
+        keep = Retention(f"session-{name[0]}", 60.0)
+        stream = self._llm.generate(TokensPrompt(history), GREEDY, request_id=_text(name), retain=keep)
         output = joined([output async for output in stream])
         (completion,) = output.outputs
         self.outcome.turns[name] = Turn(len(history), output.cached_len, completion.token_ids, completion.finish_reason)
@@ -156,43 +162,63 @@ def _tensors() -> Iterator[tuple[str, NDArray[np.float32]]]:
         yield f"{prefix}.mlp.down_proj.weight", matrix(32, 48)
 
 
+Scenario = Callable[[AsyncLLM], Coroutine[object, object, T]]
+
+
 @pytest.fixture(scope="module")
-def serve(tiny_llama: Path) -> Iterator[Callable[..., Outcome]]:
-    """Runs all sessions on a new engine with this cache."""
-    torch.set_num_threads(1)
-    prefilled: list[int] = []
+def prefilled() -> Iterator[list[int]]:
+    """Tokens that prefill rows computed, by step, from whatever engine runs."""
     launch = ModelRunner.launch
+    counts: list[int] = []
 
     def counting(runner: ModelRunner, plan: StepPlan, seatings: Sequence[Seating]) -> StepHandle:
         is_prefill = plan.rows[:, RowField.KIND] != RowKind.DECODE
-        prefilled.append(int(plan.rows[is_prefill, RowField.QUERY_LEN].sum()))
+        counts.append(int(plan.rows[is_prefill, RowField.QUERY_LEN].sum()))
         return launch(runner, plan, seatings)
 
-    async def sessions(config: EngineConfig) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "launch", counting)
+        yield counts
+
+
+@pytest.fixture(scope="module")
+def run(tiny_llama: Path, prefilled: list[int]) -> Callable[..., object]:
+    """Runs a scenario on a new engine with this cache."""
+    torch.set_num_threads(1)
+
+    async def running(scenario: Scenario[T], config: EngineConfig) -> T:
         client = await EngineClient.start(InProcessEngine, config)
         source = FakeSource(config={"max_position_embeddings": CONTEXT_LEN, "vocab_size": VOCAB_SIZE})
         llm = AsyncLLM(config, source, byte_tokenizer(), client)
         prefilled.clear()  # the warm-up is nobody's prompt
         try:
             async with asyncio.timeout(120.0):
-                return await Sessions(llm).run()
+                return await scenario(llm)
         finally:
             await llm.shutdown()
 
-    def run(**cache: object) -> Outcome:
+    def run(scenario: Scenario[T], **cache: object) -> T:
         config = EngineConfig(
             model=ModelConfig(model=str(tiny_llama)),
             cache=CacheConfig(block_size=BLOCK_SIZE, **cache),  # type: ignore[arg-type]
             scheduler=SchedulerConfig(max_num_seqs=NUM_SESSIONS, max_num_batched_tokens=256),
             device=DeviceConfig(device="cpu", num_threads=1),
         ).validate()
-        outcome = asyncio.run(sessions(config))
+        return asyncio.run(running(scenario, config))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def serve(run: Callable[..., Outcome], prefilled: list[int]) -> Callable[..., Outcome]:
+    """Runs all sessions on a new engine with this cache."""
+
+    def serve(**cache: object) -> Outcome:
+        outcome = run(lambda llm: Sessions(llm).run(), **cache)
         outcome.num_prefilled = sum(prefilled)
         return outcome
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelRunner, "launch", counting)
-        yield run
+    return serve
 
 
 @pytest.fixture(scope="module")
@@ -225,3 +251,83 @@ def test_a_pool_too_small_finishes_everything_alike_and_computes_evicted_tokens_
     assert tight.token_ids == roomy.token_ids
     assert sum(tight.num_computed.values()) > sum(roomy.num_computed.values()), "the pool is not too small"
     assert (tight.stats.loaded_tokens, tight.stats.host_total_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("host_store", ["seal", "pressure"])
+def test_with_a_host_tier_no_prompt_token_is_computed_twice(
+    serve: Callable[..., Outcome], roomy: Outcome, host_store: str
+) -> None:
+    """A preempted request is no new turn; it may compute its last, unfinished block again."""
+    tiered = serve(kv_tokens=TIGHT, host_tokens=HOST, host_store=host_store)
+    assert tiered.token_ids == roomy.token_ids
+    assert tiered.num_computed == roomy.num_computed
+    assert tiered.stats.loaded_tokens > 0 and tiered.stats.stored_blocks > 0, "the pool is not too small"
+    assert tiered.num_prefilled <= roomy.num_prefilled + BLOCK_SIZE * tiered.stats.num_preemptions
+    assert (tiered.stats.num_held, tiered.stats.used_blocks) == (0, 0)
+    assert 0 < tiered.stats.host_used_blocks < tiered.stats.host_total_blocks == HOST // BLOCK_SIZE
+
+
+@pytest.mark.parametrize("host_store", ["seal", "pressure"])
+def test_a_host_tier_that_fills_up_loses_blocks_and_nothing_else(
+    serve: Callable[..., Outcome], roomy: Outcome, host_store: str
+) -> None:
+    tiered = serve(kv_tokens=TIGHT, host_tokens=TIGHT // 2, host_store=host_store)
+    assert tiered.token_ids == roomy.token_ids
+    assert tiered.stats.stored_blocks > 0
+    assert tiered.stats.host_used_blocks <= tiered.stats.host_total_blocks == TIGHT // 2 // BLOCK_SIZE
+
+
+async def _whole(llm: AsyncLLM, prompt: Sequence[int], **fields: object) -> RequestOutput:
+    stream = llm.generate(TokensPrompt(prompt), GREEDY, **fields)  # type: ignore[arg-type]
+    return joined([output async for output in stream])
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "afterwards", "is_kept"),
+    [
+        (60.0, None, True),
+        (SHORT_S, None, False),
+        (SHORT_S, "retain", True),
+        (60.0, "release", False),
+        (None, None, False),
+    ],
+)
+def test_held_pages_stay_where_others_would_take_them(
+    run: Callable[..., bool], ttl_s: float | None, afterwards: str | None, is_kept: bool
+) -> None:
+    """Twenty strangers want more than the pool has, one after the other. A hold that ran out keeps nothing."""
+    history = [random.Random(99).randrange(VOCAB_SIZE) for _ in range(200)]
+
+    async def scenario(llm: AsyncLLM) -> bool:
+        keep = None if ttl_s is None else Retention("s", ttl_s)
+        answer = (await _whole(llm, history, retain=keep, request_id="first")).outputs[0].token_ids
+        if afterwards == "retain":
+            llm.retain("first", 60.0)
+        elif afterwards == "release":
+            llm.release("first")
+        await asyncio.sleep(0.3 if ttl_s == SHORT_S else 0.0)
+        dice = random.Random(7)
+        for _ in range(20):
+            await _whole(llm, [dice.randrange(VOCAB_SIZE) for _ in range(100)])
+        cached_len = (await _whole(llm, [*history, *answer, 1, 2, 3], retain=keep)).cached_len
+        assert cached_len in (0, 208), "all that was computed, or nothing"
+        return cached_len > 0
+
+    assert run(scenario, kv_tokens=TIGHT) == is_kept
+
+
+def test_a_time_limit_ends_a_request_that_waits_and_one_that_runs(run: Callable[..., None]) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+    async def scenario(llm: AsyncLLM) -> None:
+        running = await llm.submit(TokensPrompt([1] * 100), long, timeout_s=0.05)
+        waiting = await llm.submit(TokensPrompt([2] * 450), GREEDY, timeout_s=0.01)
+        other = await llm.submit(TokensPrompt([3] * 50), GREEDY)
+        for stream, limit in ((running, "0.05"), (waiting, "0.01")):
+            (completion,) = joined([output async for output in stream]).outputs
+            assert completion.finish_reason is FinishReason.ERROR
+            assert completion.error == f"the request's time limit of {limit} s passed"
+        (completion,) = joined([output async for output in other]).outputs
+        assert completion.finish_reason is FinishReason.LENGTH
+
+    run(scenario, kv_tokens=CONTEXT_LEN)

@@ -21,20 +21,21 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from tokenspeed.checkpoints import open_model
-from tokenspeed.core.config import EngineConfig
+from tokenspeed.core.config import EngineConfig, HostStoreName
 from tokenspeed.core.errors import CapacityError, StartError
 from tokenspeed.core.ipc import EngineInfo, Progress, Shutdown, Start, StartFailed, ToEngine
+from tokenspeed.core.plan import HostStore
 from tokenspeed.engine.channel import Channel, ChannelClosedError
-from tokenspeed.engine.former_control import FormerControl
 from tokenspeed.engine.step import EngineLoop
 from tokenspeed.observability.logging import ROOT, set_up_logging
 
 if TYPE_CHECKING:
     from tokenspeed.control import ControlPlane
-    from tokenspeed.execution import ModelRunner
+    from tokenspeed.execution import ModelRunner, RunnerInfo
 
 _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 _START_WAIT_S = 60.0
+_HOST_STORE: dict[HostStoreName, HostStore] = {"seal": HostStore.ON_SEAL, "pressure": HostStore.ON_PRESSURE}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +96,7 @@ class _Engine:
         self._runner = _build_runner(config, lambda *progress: channel.send(Progress(*progress)))
         self.info = _describe(config, self._runner, time.monotonic() - began)
         self.loop = EngineLoop(
-            FormerControl(_build_control(config, self.info)),
+            _build_control(config, self._runner.info),
             self._runner,
             channel,
             overlap_depth=config.scheduler.overlap_depth,
@@ -114,20 +115,20 @@ def _build_runner(config: EngineConfig, progress: Callable[[str, int, int, str],
 
     from tokenspeed.execution import ModelRunner
 
-    return ModelRunner.create(config, source, progress)
+    return ModelRunner.create(config, source, progress, grouped=True)
 
 
-def _build_control(config: EngineConfig, info: EngineInfo) -> ControlPlane:
+def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:
     from tokenspeed.control import ControlPlane
 
     return ControlPlane(
-        num_blocks=info.num_kv_blocks,
-        block_size=info.block_size,
+        groups=info.groups,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         ageing_steps=config.scheduler.ageing_steps,
         prefix_caching=config.cache.prefix_caching,
+        host_store=_HOST_STORE[config.cache.host_store],
     )
 
 

@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "check.h"
@@ -79,9 +81,41 @@ nb::list apply(Scheduler& scheduler) {
   return rows;
 }
 
+// (start, length, hash high, hash low)
+using SpanTuple = std::tuple<std::int64_t, std::int64_t, std::uint64_t, std::uint64_t>;
+// (session, ttl_ms, priority)
+using RetentionTuple = std::tuple<std::string, std::int64_t, std::int32_t>;
+
+struct Wishes {
+  std::string adapter;
+  std::vector<SpanTuple> spans;
+  std::optional<RetentionTuple> retain;
+  std::optional<std::int64_t> deadline_ms;
+  std::int32_t draft_width = 0;
+  std::optional<std::int32_t> partition_hint;
+};
+
+void set_wishes(Submit& event, const Wishes& wishes) {
+  event.adapter = wishes.adapter;
+  for (const auto& [start, length, high, low] : wishes.spans) {
+    event.spans.push_back(
+        ContentSpan{.start = Tokens(start), .length = Tokens(length), .hash_high = high, .hash_low = low});
+  }
+  if (wishes.retain) {
+    const auto& [session, ttl_ms, priority] = *wishes.retain;
+    event.retain = Retention{.session = session, .ttl_ms = ttl_ms, .priority = priority};
+  }
+  event.deadline_ms = wishes.deadline_ms;
+  event.draft_width = wishes.draft_width;
+  event.partition_hint = wishes.partition_hint;
+}
+
 void submit(Scheduler& scheduler, std::int32_t index, std::int32_t generation, const Int32Input& token_ids,
             std::int64_t max_new_tokens, std::int64_t min_new_tokens, const std::vector<std::int32_t>& end_token_ids,
-            std::int32_t priority, const std::string& name_space, std::optional<std::int64_t> match_limit) {
+            std::int32_t priority, const std::string& name_space, std::optional<std::int64_t> match_limit,
+            const std::string& adapter, const std::vector<SpanTuple>& spans, std::optional<RetentionTuple> retain,
+            std::optional<std::int64_t> deadline_ms, std::int32_t draft_width,
+            std::optional<std::int32_t> partition_hint) {
   const std::span<const std::int32_t> tokens = span_of(token_ids);
   Submit event;
   event.key = RequestKey{.index = index, .generation = generation};
@@ -94,32 +128,71 @@ void submit(Scheduler& scheduler, std::int32_t index, std::int32_t generation, c
   if (match_limit) {
     event.match_limit = Tokens(*match_limit);
   }
+  set_wishes(event, Wishes{.adapter = adapter,
+                           .spans = spans,
+                           .retain = std::move(retain),
+                           .deadline_ms = deadline_ms,
+                           .draft_width = draft_width,
+                           .partition_hint = partition_hint});
   scheduler.enqueue(std::move(event));
 }
 
-// The arrays are copies: events are few and whoever takes them keeps them.
+// Copies: events are few and whoever takes them keeps them.
+template <class T>
+nb::object copied(const std::vector<T>& values, std::size_t width) {
+  auto* data = new std::vector<T>(values);
+  nb::capsule owner(data, [](void* held) noexcept { delete static_cast<std::vector<T>*>(held); });
+  if (width == 1) {
+    return nb::cast(nb::ndarray<nb::numpy, T>(data->data(), {data->size()}, owner));
+  }
+  return nb::cast(nb::ndarray<nb::numpy, T>(data->data(), {data->size() / width, width}, owner));
+}
+
 nb::tuple take_events(Scheduler& scheduler) {
   const SequenceEvents& events = scheduler.take_events();
-  const auto copy = [](const std::vector<std::int32_t>& values) {
-    auto* data = new std::vector<std::int32_t>(values);
-    nb::capsule owner(data, [](void* held) noexcept { delete static_cast<std::vector<std::int32_t>*>(held); });
-    return std::pair(data, owner);
-  };
-  const auto [rows, rows_owner] = copy(events.rows);
-  const auto [tokens, tokens_owner] = copy(events.token_ids);
-  return nb::make_tuple(nb::cast(nb::ndarray<nb::numpy, std::int32_t>(rows->data(), {rows->size() / 5, 5}, rows_owner)),
-                        nb::cast(nb::ndarray<nb::numpy, std::int32_t>(tokens->data(), {tokens->size()}, tokens_owner)));
+  return nb::make_tuple(copied(events.rows, 5), copied(events.token_ids, 1));
+}
+
+nb::tuple take_kv_events(Scheduler& scheduler) {
+  const KvEvents& events = scheduler.take_kv_events();
+  return nb::make_tuple(copied(events.rows, KvEvents::kWidth), copied(events.token_ids, 1));
 }
 
 nb::tuple stats(const Scheduler& scheduler) {
   const Stats stats = scheduler.stats();
   return nb::make_tuple(stats.num_running, stats.num_waiting, stats.num_held, stats.used_blocks, stats.cached_blocks,
                         stats.total_blocks, stats.num_preemptions, stats.prefix_query_tokens, stats.prefix_hit_tokens,
-                        stats.prompt_tokens, stats.generated_tokens, stats.num_steps);
+                        stats.prompt_tokens, stats.generated_tokens, stats.num_steps, stats.host_used_blocks,
+                        stats.host_total_blocks, stats.loaded_tokens, stats.stored_blocks, stats.num_transfers);
 }
 
 RequestKey key_of(std::int32_t index, std::int32_t generation) {
   return RequestKey{.index = index, .generation = generation};
+}
+
+// (kind, block_size, num_blocks, num_host_blocks, window)
+using GroupTuple = std::tuple<std::int32_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
+void construct(Scheduler* self, const std::vector<GroupTuple>& groups, std::int32_t num_partitions,
+               std::int32_t max_num_seqs, std::int64_t max_num_batched_tokens, std::int64_t max_model_len,
+               std::int64_t ageing_steps, bool prefix_caching, std::int32_t host_store, bool kv_events) {
+  Config config;
+  for (const auto& [kind, block_size, num_blocks, num_host_blocks, window] : groups) {
+    config.groups.push_back(GroupSpec{.kind = static_cast<GroupKind>(kind),
+                                      .block_size = Tokens(block_size),
+                                      .num_blocks = Blocks(num_blocks),
+                                      .num_host_blocks = Blocks(num_host_blocks),
+                                      .window = Tokens(window)});
+  }
+  config.num_partitions = num_partitions;
+  config.max_num_seqs = max_num_seqs;
+  config.max_num_batched_tokens = max_num_batched_tokens;
+  config.max_model_len = max_model_len;
+  config.ageing_steps = ageing_steps;
+  config.prefix_caching = prefix_caching;
+  config.host_store = static_cast<HostStore>(host_store);
+  config.kv_events = kv_events;
+  new (self) Scheduler(config);
 }
 
 void bind(nb::module_& module) {
@@ -129,23 +202,12 @@ void bind(nb::module_& module) {
   nb::exception<CheckError>(module, "CheckError", bases);
 
   nb::class_<Scheduler>(module, "Scheduler")
-      .def(
-          "__init__",
-          [](Scheduler* self, std::int64_t num_blocks, std::int64_t block_size, std::int32_t max_num_seqs,
-             std::int64_t max_num_batched_tokens, std::int64_t max_model_len, std::int64_t ageing_steps,
-             bool prefix_caching) {
-            new (self) Scheduler(Config{.num_blocks = num_blocks,
-                                        .block_size = block_size,
-                                        .max_num_seqs = max_num_seqs,
-                                        .max_num_batched_tokens = max_num_batched_tokens,
-                                        .max_model_len = max_model_len,
-                                        .ageing_steps = ageing_steps,
-                                        .prefix_caching = prefix_caching});
-          },
-          nb::kw_only(), "num_blocks"_a, "block_size"_a, "max_num_seqs"_a, "max_num_batched_tokens"_a,
-          "max_model_len"_a, "ageing_steps"_a, "prefix_caching"_a)
+      .def("__init__", &construct, nb::kw_only(), "groups"_a, "num_partitions"_a, "max_num_seqs"_a,
+           "max_num_batched_tokens"_a, "max_model_len"_a, "ageing_steps"_a, "prefix_caching"_a, "host_store"_a,
+           "kv_events"_a)
       .def("submit", &submit, "index"_a, "generation"_a, "token_ids"_a, "max_new_tokens"_a, "min_new_tokens"_a,
-           "end_token_ids"_a, "priority"_a, "namespace"_a, "match_limit"_a.none())
+           "end_token_ids"_a, "priority"_a, "namespace"_a, "match_limit"_a.none(), "adapter"_a, "spans"_a,
+           "retain"_a.none(), "deadline_ms"_a.none(), "draft_width"_a, "partition_hint"_a.none())
       .def("cancel", [](Scheduler& self, std::int32_t index,
                         std::int32_t generation) { self.enqueue(Cancel{.key = key_of(index, generation)}); })
       .def("finish",
@@ -158,11 +220,14 @@ void bind(nb::module_& module) {
            })
       .def("release", [](Scheduler& self, std::int32_t index,
                          std::int32_t generation) { self.enqueue(Release{.key = key_of(index, generation)}); })
+      .def("transfer_done", [](Scheduler& self, std::int64_t lease,
+                               bool ok) { self.enqueue(TransferDone{.lease = LeaseId(lease), .ok = ok}); })
       .def("tick", [](Scheduler& self, std::int64_t now_ms) { self.enqueue(Tick{.now_ms = now_ms}); })
       .def("apply", &apply)
       .def("next_plan", &next_plan)
       .def("advance", &advance)
       .def("take_events", &take_events)
+      .def("take_kv_events", &take_kv_events)
       .def("stats", &stats)
       .def("has_work", &Scheduler::has_work);
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "block_pool.h"
 
-#include <cstddef>
 #include <utility>
 
 #include "check.h"
@@ -10,10 +9,13 @@ namespace tokenspeed::control {
 
 namespace {
 constexpr Blocks kOne{1};
+// Prompts that matched a page, from which on it counts as a point where sequences part.
+constexpr std::uint8_t kForked = 2;
 }
 
-BlockPool::BlockPool(Blocks num_blocks) {
-  TS_CHECK(num_blocks >= kOne, "num_blocks", num_blocks);
+template <class Tier, class Kind>
+BlockPool<Tier, Kind>::BlockPool(Blocks num_blocks) {
+  TS_CHECK(num_blocks >= Blocks(0), "num_blocks", num_blocks);
   const auto count = static_cast<std::size_t>(num_blocks.value());
   pages_.resize(count + 1);
   free_.reserve(count);
@@ -23,130 +25,244 @@ BlockPool::BlockPool(Blocks num_blocks) {
   }
 }
 
-BlockPool::Meta& BlockPool::meta(DevicePage page) {
+template <class Tier, class Kind>
+typename BlockPool<Tier, Kind>::Meta& BlockPool<Tier, Kind>::meta(P page) {
   TS_CHECK(!page.is_null() && std::cmp_less(page.value(), pages_.size()), "page", page);
   return pages_[static_cast<std::size_t>(page.value())];
 }
 
-const BlockPool::Meta& BlockPool::meta(DevicePage page) const {
+template <class Tier, class Kind>
+const typename BlockPool<Tier, Kind>::Meta& BlockPool<Tier, Kind>::meta(P page) const {
   TS_CHECK(!page.is_null() && std::cmp_less(page.value(), pages_.size()), "page", page);
   return pages_[static_cast<std::size_t>(page.value())];
 }
 
-WritableDevicePage BlockPool::take_free() {
-  TS_CHECK(has_free(), "used", num_used(), "cached", num_cached_, "total", total());
-  const DevicePage page = free_.back();
+template <class Tier, class Kind>
+typename BlockPool<Tier, Kind>::Writable BlockPool<Tier, Kind>::take_free() {
+  TS_CHECK(has_free(), "used", num_used(), "cached", num_cached(), "total", total());
+  const P page = free_.back();
   free_.pop_back();
   Meta& entry = meta(page);
   TS_CHECK(entry.state == State::kFree && !entry.indexed && entry.num_shares == 0, "page", page);
   entry.state = State::kWritable;
+  entry.num_hits = 0;
   num_writable_ += kOne;
-  return WritableDevicePage(page);
+  return Writable(page);
 }
 
-SealedDevicePage BlockPool::seal(WritableDevicePage&& writable, const StepReceipt& receipt) {
-  const DevicePage page = WritableDevicePage(std::move(writable)).consume();
+template <class Tier, class Kind>
+typename BlockPool<Tier, Kind>::Sealed BlockPool<Tier, Kind>::seal(Writable&& writable, const StepReceipt&) {
+  return seal_now(std::move(writable));
+}
+
+template <class Tier, class Kind>
+typename BlockPool<Tier, Kind>::Sealed BlockPool<Tier, Kind>::seal(Writable&& writable, const TransferReceipt&) {
+  return seal_now(std::move(writable));
+}
+
+template <class Tier, class Kind>
+typename BlockPool<Tier, Kind>::Sealed BlockPool<Tier, Kind>::seal_now(Writable&& writable) {
+  const P page = Writable(std::move(writable)).consume();
   Meta& entry = meta(page);
-  TS_CHECK(entry.state == State::kWritable, "page", page, "step", receipt.step_id());
+  TS_CHECK(entry.state == State::kWritable, "page", page);
   entry.state = State::kSealed;
   entry.num_shares = 1;
   num_writable_ -= kOne;
   num_shared_ += kOne;
-  return SealedDevicePage(page);
+  return Sealed(page);
 }
 
-SealedDevicePage BlockPool::share(const SealedDevicePage& sealed) {
+template <class Tier, class Kind>
+typename BlockPool<Tier, Kind>::Sealed BlockPool<Tier, Kind>::share(const Sealed& sealed) {
   Meta& entry = meta(sealed.page());
   TS_CHECK(entry.state == State::kSealed && entry.num_shares > 0, "page", sealed.page());
   ++entry.num_shares;
-  return SealedDevicePage(sealed.page());
+  return Sealed(sealed.page());
 }
 
-SealedDevicePage BlockPool::share_indexed(DevicePage page) {
+template <class Tier, class Kind>
+typename BlockPool<Tier, Kind>::Sealed BlockPool<Tier, Kind>::share_indexed(P page, bool a_hit) {
   Meta& entry = meta(page);
   TS_CHECK(entry.state == State::kSealed && entry.indexed, "page", page);
   if (entry.num_shares == 0) {
     unlink(page);
-    num_cached_ -= kOne;
     num_shared_ += kOne;
   }
   ++entry.num_shares;
-  return SealedDevicePage(page);
+  if (a_hit && entry.num_hits < kForked) {
+    ++entry.num_hits;
+  }
+  return Sealed(page);
 }
 
-void BlockPool::mark_indexed(const SealedDevicePage& sealed, const BlockHash& hash) {
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::mark_indexed(const Sealed& sealed, const BlockHash& hash, bool saved) {
   Meta& entry = meta(sealed.page());
   TS_CHECK(entry.state == State::kSealed && !entry.indexed, "page", sealed.page());
   entry.indexed = true;
+  entry.saved = saved;
   entry.hash = hash;
 }
 
-void BlockPool::release(SealedDevicePage&& sealed) {
-  const DevicePage page = SealedDevicePage(std::move(sealed)).consume();
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::set_saved(P page, bool saved) {
+  Meta& entry = meta(page);
+  TS_CHECK(entry.state == State::kSealed && entry.indexed, "page", page);
+  if (entry.saved == saved) {
+    return;
+  }
+  if (entry.num_shares == 0) {
+    unlink(page);
+    entry.saved = saved;
+    link_newest(page);
+  } else {
+    entry.saved = saved;
+  }
+}
+
+// Whether it was the last share of a page that stays in the index; a page that is not there is freed.
+template <class Tier, class Kind>
+bool BlockPool<Tier, Kind>::drop_share(Sealed&& sealed, P page) {
+  (void)Sealed(std::move(sealed)).consume();
   Meta& entry = meta(page);
   TS_CHECK(entry.state == State::kSealed && entry.num_shares > 0, "page", page, "shares", entry.num_shares);
   --entry.num_shares;
   if (entry.num_shares > 0) {
-    return;
+    return false;
   }
   num_shared_ -= kOne;
-  if (entry.indexed) {
+  if (!entry.indexed) {
+    free(page);
+  }
+  return entry.indexed;
+}
+
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::release(Sealed&& sealed) {
+  const P page = sealed.page();
+  if (drop_share(std::move(sealed), page)) {
     link_newest(page);
-    num_cached_ += kOne;
-  } else {
-    entry.state = State::kFree;
-    free_.push_back(page);
   }
 }
 
-void BlockPool::release(WritableDevicePage&& writable) {
-  const DevicePage page = WritableDevicePage(std::move(writable)).consume();
-  Meta& entry = meta(page);
-  TS_CHECK(entry.state == State::kWritable, "page", page);
-  entry.state = State::kFree;
-  num_writable_ -= kOne;
-  free_.push_back(page);
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::release_superseded(Sealed&& sealed) {
+  const P page = sealed.page();
+  if (!drop_share(std::move(sealed), page)) {
+    return;
+  }
+  if (meta(page).num_hits >= kForked) {
+    link_newest(page);
+  } else {
+    link_oldest(page);
+  }
 }
 
-BlockHash BlockPool::evict_oldest() {
-  TS_CHECK(has_cached(), "free", num_free(), "used", num_used());
-  const DevicePage page(oldest_);
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::release(Writable&& writable) {
+  const P page = Writable(std::move(writable)).consume();
+  TS_CHECK(meta(page).state == State::kWritable, "page", page);
+  num_writable_ -= kOne;
+  free(page);
+}
+
+template <class Tier, class Kind>
+BlockHash BlockPool<Tier, Kind>::evict_oldest(bool saved) {
+  const P page(lists_[saved ? 1 : 0].oldest);
   Meta& entry = meta(page);
   TS_CHECK(entry.state == State::kSealed && entry.indexed && entry.num_shares == 0, "page", page);
   unlink(page);
-  num_cached_ -= kOne;
-  entry.state = State::kFree;
-  entry.indexed = false;
-  free_.push_back(page);
+  free(page);
   return entry.hash;
 }
 
-void BlockPool::link_newest(DevicePage page) {
-  Meta& entry = meta(page);
-  entry.older = newest_;
-  entry.newer = kNone;
-  if (newest_ == kNone) {
-    oldest_ = page.value();
-  } else {
-    meta(DevicePage(newest_)).newer = page.value();
-  }
-  newest_ = page.value();
+template <class Tier, class Kind>
+std::optional<typename BlockPool<Tier, Kind>::P> BlockPool<Tier, Kind>::oldest_unsaved() const {
+  const std::int32_t oldest = lists_[0].oldest;
+  return oldest == kNone ? std::nullopt : std::optional(P(oldest));
 }
 
-void BlockPool::unlink(DevicePage page) {
+template <class Tier, class Kind>
+std::optional<typename BlockPool<Tier, Kind>::P> BlockPool<Tier, Kind>::oldest_saved() const {
+  const std::int32_t oldest = lists_[1].oldest;
+  return oldest == kNone ? std::nullopt : std::optional(P(oldest));
+}
+
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::forget(P page) {
   Meta& entry = meta(page);
-  if (entry.older == kNone) {
-    oldest_ = entry.newer;
+  TS_CHECK(entry.state == State::kSealed && entry.indexed, "page", page);
+  if (entry.num_shares == 0) {
+    unlink(page);
+    free(page);
   } else {
-    meta(DevicePage(entry.older)).newer = entry.newer;
+    entry.indexed = false;
+  }
+}
+
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::free(P page) {
+  Meta& entry = meta(page);
+  entry.state = State::kFree;
+  entry.indexed = false;
+  entry.saved = false;
+  free_.push_back(page);
+}
+
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::link_newest(P page) {
+  Meta& entry = meta(page);
+  List& list = list_of(entry);
+  entry.older = list.newest;
+  entry.newer = kNone;
+  if (list.newest == kNone) {
+    list.oldest = page.value();
+  } else {
+    meta(P(list.newest)).newer = page.value();
+  }
+  list.newest = page.value();
+  list.size += kOne;
+}
+
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::link_oldest(P page) {
+  Meta& entry = meta(page);
+  List& list = list_of(entry);
+  entry.newer = list.oldest;
+  entry.older = kNone;
+  if (list.oldest == kNone) {
+    list.newest = page.value();
+  } else {
+    meta(P(list.oldest)).older = page.value();
+  }
+  list.oldest = page.value();
+  list.size += kOne;
+}
+
+template <class Tier, class Kind>
+void BlockPool<Tier, Kind>::unlink(P page) {
+  Meta& entry = meta(page);
+  List& list = list_of(entry);
+  if (entry.older == kNone) {
+    list.oldest = entry.newer;
+  } else {
+    meta(P(entry.older)).newer = entry.newer;
   }
   if (entry.newer == kNone) {
-    newest_ = entry.older;
+    list.newest = entry.older;
   } else {
-    meta(DevicePage(entry.newer)).older = entry.older;
+    meta(P(entry.newer)).older = entry.older;
   }
   entry.older = kNone;
   entry.newer = kNone;
+  list.size -= kOne;
 }
+
+template class BlockPool<tier::Device, kind::FullAttention>;
+template class BlockPool<tier::Device, kind::SlidingWindow>;
+template class BlockPool<tier::Device, kind::RecurrentState>;
+template class BlockPool<tier::Host, kind::FullAttention>;
+template class BlockPool<tier::Host, kind::SlidingWindow>;
+template class BlockPool<tier::Host, kind::RecurrentState>;
 
 }  // namespace tokenspeed::control

@@ -22,17 +22,20 @@ struct ContentSpan {
   std::uint64_t hash_low = 0;
 };
 
-// Wish to keep a request's pages when it ends. Carried and validated; there is no Held state yet, so the pages of a
-// request that ends stay only as long as the prefix index keeps them.
+// Wish to keep a request's pages when it ends well, for the session's next turn. priority: lower is kept longer.
 struct Retention {
   std::string session;
   std::int64_t ttl_ms = 0;
   std::int32_t priority = 0;
 };
 
-// priority: lower is sooner. match_limit: at most so many prompt tokens may come from the prefix cache.
-// deadline_ms, draft_width and partition_hint are part of the message and validated; a draft width above 0 and a
-// partition other than 0 are refused by validation, and no policy reads the deadline yet.
+// kReceive: a peer computes the prompt and sends its K/V. kSend: the prompt is computed here, one token is sampled, and
+// a peer takes the K/V.
+enum class Remote : std::int32_t { kNone = 0, kReceive = 1, kSend = 2 };
+
+// priority: lower is sooner. match_limit: at most so many prompt tokens may come from the prefix cache. deadline_ms: the
+// request ends then, in whatever state it is. draft_width: tokens that each decode row may draft. partition_hint: where
+// it would best run.
 struct Submit {
   RequestKey key;
   std::vector<std::int32_t> token_ids;
@@ -48,6 +51,7 @@ struct Submit {
   std::optional<std::int64_t> deadline_ms;
   std::int32_t draft_width = 0;
   std::optional<std::int32_t> partition_hint;
+  Remote remote = Remote::kNone;
 };
 
 struct Cancel {
@@ -60,11 +64,13 @@ struct Finish {
   Tokens keep_tokens;
 };
 
+// Keep the pages until then; only for a request that was submitted with a retention.
 struct Retain {
   RequestKey key;
   std::int64_t deadline_ms = 0;
 };
 
+// Keep them no longer.
 struct Release {
   RequestKey key;
 };
@@ -90,13 +96,20 @@ struct StepResult {
   bool fault = false;
 };
 
-// A request that can never run here, with the numbers.
+// A request that can never run here, with the numbers in tokens.
 struct Refusal {
   RequestKey key;
   Tokens needed;
   Tokens capacity;
 };
 
-enum class FinishCode : std::int32_t { kNone = 0, kStop = 1, kLength = 2, kCancelled = 3, kFault = 4 };
+enum class FinishCode : std::int32_t {
+  kNone = 0,
+  kStop = 1,
+  kLength = 2,
+  kCancelled = 3,
+  kFault = 4,
+  kDeadline = 5
+};
 
 }  // namespace tokenspeed::control

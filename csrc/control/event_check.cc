@@ -24,7 +24,7 @@ void check_spans(const Submit& submit) {
   TS_CHECK(end.value() <= static_cast<std::int64_t>(submit.token_ids.size()), "request", submit.key, "span end", end);
 }
 
-void check_submit(const Submit& submit) {
+void check_submit(const Submit& submit, const EventContext& context) {
   const RequestKey& key = submit.key;
   TS_CHECK(!submit.token_ids.empty(), "request", key, "has no tokens");
   TS_CHECK(submit.max_new_tokens >= Tokens(1), "request", key, "max_new_tokens", submit.max_new_tokens);
@@ -32,9 +32,10 @@ void check_submit(const Submit& submit) {
   TS_CHECK(submit.priority >= -kMaxPriority && submit.priority <= kMaxPriority, "request", key, submit.priority);
   TS_CHECK(!submit.match_limit || *submit.match_limit >= Tokens(0), "request", key, *submit.match_limit);
   TS_CHECK(!submit.deadline_ms || *submit.deadline_ms >= 0, "request", key, "deadline_ms", *submit.deadline_ms);
-  TS_CHECK(submit.draft_width == 0, "request", key, "draft_width", submit.draft_width, "is not supported");
-  TS_CHECK(submit.partition_hint.value_or(0) == 0, "request", key, "no such partition",
-           submit.partition_hint.value_or(0));
+  TS_CHECK(submit.draft_width >= 0 && submit.draft_width <= context.most_drafts, "request", key, "draft_width",
+           submit.draft_width, "at most", context.most_drafts);
+  const std::int32_t hint = submit.partition_hint.value_or(0);
+  TS_CHECK(hint >= 0 && hint < context.num_partitions, "request", key, "no such partition", hint);
   TS_CHECK(!submit.retain || submit.retain->ttl_ms >= 0, "request", key, "ttl_ms", submit.retain->ttl_ms);
   check_spans(submit);
 }
@@ -49,7 +50,7 @@ class BatchCheck {
     TS_CHECK(key.generation > latest(key.index), "request", key, "latest generation", latest(key.index));
     // An index that this very batch took is live, and so is one of a request that has not ended.
     TS_CHECK(!batch_.contains(key.index) && !context_.is_live(key.index), "request", key, "index is in use");
-    check_submit(submit);
+    check_submit(submit, context_);
     batch_.emplace(key.index, key.generation);
   }
 

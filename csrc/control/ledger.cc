@@ -7,11 +7,11 @@
 
 namespace tokenspeed::control {
 
-SeatPool::SeatPool(std::int32_t num_seats) {
+SeatPool::SeatPool(Seat first, std::int32_t num_seats) {
   TS_CHECK(num_seats >= 1, "num_seats", num_seats);
   free_.reserve(static_cast<std::size_t>(num_seats));
   for (std::int32_t seat = num_seats - 1; seat >= 0; --seat) {
-    free_.emplace_back(seat);
+    free_.emplace_back(first.value() + seat);
   }
 }
 
@@ -31,19 +31,32 @@ void SeatPool::release(SeatHold&& hold, const Retirement& retirement) {
 StepLedger::StepLedger(std::int32_t num_seats) : leases_(static_cast<std::size_t>(num_seats), 0) {
   for (StepRecord& record : records_) {
     record.rows.reserve(static_cast<std::size_t>(num_seats));
+    record.expired.each([&](auto& pages) { pages.reserve(static_cast<std::size_t>(num_seats)); });
   }
 }
 
-void StepLedger::add_row(Slot slot, Seat seat, Tokens query_len, bool samples) {
+StepRecord& StepLedger::planning() {
   TS_CHECK(num_in_flight_ < records_.size(), "steps in flight", num_in_flight_);
-  StepRecord& record = records_[(first_ + num_in_flight_) % records_.size()];
-  record.rows.push_back(StepRow{.slot = slot, .query_len = query_len, .samples = samples, .lease = Lease(seat)});
+  return records_[(first_ + num_in_flight_) % records_.size()];
+}
+
+Lease StepLedger::lease(Seat seat) {
   ++leases_[index(seat)];
+  return Lease(seat);
+}
+
+void StepLedger::retire(Lease&& lease) {
+  const Seat seat = Lease(std::move(lease)).consume();
+  TS_CHECK(leases_[index(seat)] > 0, "seat", seat);
+  --leases_[index(seat)];
+}
+
+void StepLedger::add_row(const RowWork& work, Seat seat) {
+  planning().rows.push_back(StepRow{.work = work, .lease = lease(seat)});
 }
 
 void StepLedger::dispatch(StepId step_id) {
-  TS_CHECK(num_in_flight_ < records_.size(), "steps in flight", num_in_flight_, "step", step_id);
-  records_[(first_ + num_in_flight_) % records_.size()].step_id = step_id;
+  planning().step_id = step_id;
   ++num_in_flight_;
 }
 
@@ -59,20 +72,25 @@ void StepLedger::begin_settling(StepId step_id, bool fault) {
   num_settled_ = 0;
 }
 
-const StepRow& StepLedger::settle_next() {
+const RowWork& StepLedger::settle_next() {
   StepRecord& record = records_[first_];
   TS_CHECK(settling_ && num_settled_ < record.rows.size(), "step", record.step_id, "row", num_settled_);
   StepRow& row = record.rows[num_settled_];
-  const Seat seat = Lease(std::move(row.lease)).consume();
-  TS_CHECK(leases_[index(seat)] > 0, "step", record.step_id, "seat", seat);
-  --leases_[index(seat)];
+  retire(std::move(row.lease));
   ++num_settled_;
-  return row;
+  return row.work;
+}
+
+PerKind<ExpiredPages>& StepLedger::expired() {
+  StepRecord& record = records_[first_];
+  TS_CHECK(settling_ && num_settled_ == record.rows.size(), "step", record.step_id, "rows settled", num_settled_);
+  return record.expired;
 }
 
 void StepLedger::end_settling() {
   StepRecord& record = records_[first_];
   TS_CHECK(settling_ && num_settled_ == record.rows.size(), "step", record.step_id, "rows settled", num_settled_);
+  record.expired.each([&](const auto& pages) { TS_CHECK(pages.empty(), "step", record.step_id, pages.size()); });
   record.rows.clear();
   first_ = (first_ + 1) % records_.size();
   --num_in_flight_;
@@ -94,6 +112,11 @@ void StepLedger::forfeit(const Teardown& teardown) noexcept {
     for (StepRow& row : record.rows) {
       row.lease.forfeit(teardown);
     }
+    record.expired.each([&](auto& pages) {
+      for (auto& expired : pages) {
+        expired.page.forfeit(teardown);
+      }
+    });
   }
 }
 

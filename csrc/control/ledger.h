@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who may touch what while steps are in flight: seats, the leases that dispatched steps hold on them, and the rows
-// of each step until its result comes.
+// Who may touch what while steps are in flight: seats, the leases that steps and transfers hold on them, the rows of
+// each step until its result comes, and the pages that it is the last to have in its tables.
 #pragma once
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "page.h"
-#include "page_table.h"
 #include "types.h"
 
 namespace tokenspeed::control {
@@ -17,9 +18,10 @@ namespace tokenspeed::control {
 // One step may be planned while another is in flight.
 inline constexpr std::size_t kMaxStepsInFlight = 2;
 
+// The seats of one partition; they are numbered over all partitions.
 class SeatPool {
  public:
-  explicit SeatPool(std::int32_t num_seats);
+  SeatPool(Seat first, std::int32_t num_seats);
 
   [[nodiscard]] bool has_free() const { return !free_.empty(); }
   [[nodiscard]] std::size_t num_free() const { return free_.size(); }
@@ -30,17 +32,50 @@ class SeatPool {
   std::vector<Seat> free_;
 };
 
-// A row of a dispatched step.
-struct StepRow {
+// A row of a dispatched step. least, most: tokens that it accepts when it goes well.
+struct RowWork {
   Slot slot;
   Tokens query_len;
-  bool samples = false;
+  std::int32_t least_accepted = 0;
+  std::int32_t most_accepted = 0;
+  bool is_decode = false;
+};
+
+[[nodiscard]] inline RowWork decode_work(Slot slot, std::int32_t drafts) {
+  return RowWork{.slot = slot,
+                 .query_len = Tokens(1 + std::int64_t{drafts}),
+                 .least_accepted = 1,
+                 .most_accepted = 1 + drafts,
+                 .is_decode = true};
+}
+
+[[nodiscard]] inline RowWork prefill_work(Slot slot, Tokens chunk, bool samples) {
+  const std::int32_t accepted = samples ? 1 : 0;
+  return RowWork{.slot = slot,
+                 .query_len = chunk,
+                 .least_accepted = accepted,
+                 .most_accepted = accepted,
+                 .is_decode = false};
+}
+
+struct StepRow {
+  RowWork work;
   Lease lease;
 };
+
+template <class Kind>
+struct Expired {
+  PartitionId partition;
+  Group group;
+  SealedDevicePage<Kind> page;
+};
+template <class Kind>
+using ExpiredPages = std::vector<Expired<Kind>>;
 
 struct StepRecord {
   StepId step_id;
   std::vector<StepRow> rows;
+  PerKind<ExpiredPages> expired;
 };
 
 class StepLedger {
@@ -49,17 +84,26 @@ class StepLedger {
 
   [[nodiscard]] std::size_t num_in_flight() const { return num_in_flight_; }
   [[nodiscard]] bool is_idle(Seat seat) const { return leases_[index(seat)] == 0; }
+  [[nodiscard]] std::int32_t num_leases(Seat seat) const { return leases_[index(seat)]; }
 
-  // The record of the step that is being planned; its rows take their leases at once.
-  [[nodiscard]] const StepRecord& planning() const { return records_[(first_ + num_in_flight_) % records_.size()]; }
-  void add_row(Slot slot, Seat seat, Tokens query_len, bool samples);
+  // What transfers take on a seat.
+  [[nodiscard]] Lease lease(Seat seat);
+  void retire(Lease&& lease);
+
+  // The step that is being planned; its rows take their leases at once.
+  void add_row(const RowWork& work, Seat seat);
+  template <class Kind>
+  void keep_until_retired(Expired<Kind>&& expired) {
+    planning().expired.template of<Kind>().push_back(std::move(expired));
+  }
   void dispatch(StepId step_id);
 
   [[nodiscard]] const StepRecord& oldest() const;
   // The result of the oldest step has come. Then each row is settled in order, which ends its lease.
   void begin_settling(StepId step_id, bool fault);
-  const StepRow& settle_next();
-  // After all rows: the step leaves the ledger.
+  const RowWork& settle_next();
+  // After all rows: the pages that nobody has in a table any more. The caller empties them.
+  [[nodiscard]] PerKind<ExpiredPages>& expired();
   void end_settling();
   // Only while a step that did not fault is being settled.
   [[nodiscard]] StepReceipt receipt() const;
@@ -69,6 +113,7 @@ class StepLedger {
 
  private:
   [[nodiscard]] static std::size_t index(Seat seat) { return static_cast<std::size_t>(seat.value()); }
+  [[nodiscard]] StepRecord& planning();
 
   std::vector<std::int32_t> leases_;
   std::array<StepRecord, kMaxStepsInFlight> records_;

@@ -11,9 +11,12 @@
 
 namespace tokenspeed::control {
 
+template <class Tier, class Kind>
 class BlockPool;
 class SeatPool;
 class StepLedger;
+class TransferLedger;
+struct PoolTag;
 
 // Lets handles go without giving them back, when the whole plane is destroyed.
 class Teardown {
@@ -37,6 +40,43 @@ class StepReceipt {
   explicit StepReceipt(StepId step_id) : step_id_(step_id) {}
 
   StepId step_id_;
+};
+
+// Proof that a transfer ended well. Only the ledger of transfers mints one.
+class TransferReceipt {
+ public:
+  TransferReceipt(const TransferReceipt&) = delete;
+  TransferReceipt& operator=(const TransferReceipt&) = delete;
+  TransferReceipt(TransferReceipt&&) = delete;
+  TransferReceipt& operator=(TransferReceipt&&) = delete;
+  ~TransferReceipt() = default;
+
+  [[nodiscard]] LeaseId lease() const { return lease_; }
+
+ private:
+  friend class TransferLedger;
+  explicit TransferReceipt(LeaseId lease) : lease_(lease) {}
+
+  LeaseId lease_;
+};
+
+// Proof that no step and no transfer in flight uses a seat. Only the ledger of steps mints one, and what a seat's
+// table names is given back only with it.
+class Retirement {
+ public:
+  Retirement(const Retirement&) = delete;
+  Retirement& operator=(const Retirement&) = delete;
+  Retirement(Retirement&&) = delete;
+  Retirement& operator=(Retirement&&) = delete;
+  ~Retirement() = default;
+
+  [[nodiscard]] Seat seat() const { return seat_; }
+
+ private:
+  friend class StepLedger;
+  explicit Retirement(Seat seat) : seat_(seat) {}
+
+  Seat seat_;
 };
 
 // The shared part of move-only handles: an id and whether this handle still answers for it.
@@ -83,7 +123,7 @@ class [[nodiscard]] Handle {
 
 // The right to write one page. At most one exists for a page.
 template <class P>
-class [[nodiscard]] WritablePage : private Handle<P, BlockPool> {
+class [[nodiscard]] WritablePage : private Handle<P, PoolTag> {
  public:
   WritablePage(WritablePage&&) noexcept = default;
   WritablePage& operator=(WritablePage&&) = default;  // NOLINT(bugprone-exception-escape)
@@ -95,13 +135,14 @@ class [[nodiscard]] WritablePage : private Handle<P, BlockPool> {
   void forfeit(const Teardown&) noexcept { this->abandon(); }
 
  private:
+  template <class Tier, class Kind>
   friend class BlockPool;
-  explicit WritablePage(P page) : Handle<P, BlockPool>(page) {}
+  explicit WritablePage(P page) : Handle<P, PoolTag>(page) {}
 };
 
 // One share of a full page that will not be written again. Shared only by BlockPool::share.
 template <class P>
-class [[nodiscard]] SealedPage : private Handle<P, BlockPool> {
+class [[nodiscard]] SealedPage : private Handle<P, PoolTag> {
  public:
   SealedPage(SealedPage&&) noexcept = default;
   SealedPage& operator=(SealedPage&&) = default;  // NOLINT(bugprone-exception-escape)
@@ -113,12 +154,15 @@ class [[nodiscard]] SealedPage : private Handle<P, BlockPool> {
   void forfeit(const Teardown&) noexcept { this->abandon(); }
 
  private:
+  template <class Tier, class Kind>
   friend class BlockPool;
-  explicit SealedPage(P page) : Handle<P, BlockPool>(page) {}
+  explicit SealedPage(P page) : Handle<P, PoolTag>(page) {}
 };
 
-using WritableDevicePage = WritablePage<DevicePage>;
-using SealedDevicePage = SealedPage<DevicePage>;
+template <class Kind>
+using WritableDevicePage = WritablePage<DevicePage<Kind>>;
+template <class Kind>
+using SealedDevicePage = SealedPage<DevicePage<Kind>>;
 
 // The right to a seat.
 class [[nodiscard]] SeatHold : private Handle<Seat, SeatPool> {
@@ -137,7 +181,8 @@ class [[nodiscard]] SeatHold : private Handle<Seat, SeatPool> {
   explicit SeatHold(Seat seat) : Handle<Seat, SeatPool>(seat) {}
 };
 
-// A step in flight reads and writes through this seat's page table. Only that step's result retires it.
+// A step in flight reads and writes through this seat's page table, or a transfer does. Only that step's result, or that
+// transfer's acknowledgement, retires it.
 class [[nodiscard]] Lease : private Handle<Seat, StepLedger> {
  public:
   Lease(Lease&&) noexcept = default;

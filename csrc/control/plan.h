@@ -53,11 +53,13 @@ struct PlanLimits {
   std::size_t rows = 0;
   std::size_t token_ids = 0;
   std::size_t page_delta = 0;
+  std::size_t transfers = 0;
 };
 
 // rows: seat, kind, context_len, query_len, draft_len. seated: seat, request index, generation.
-// page_delta: seat, group, block index, page. zero: group, page. copy: group, source, target.
-// load, store: lease, group, device page, host page; nothing fills these four yet.
+// page_delta: seat, group, block index, page (0 where the block has expired). load, store: lease, group numbered over all
+// partitions, device page, host page (0 for a peer). zero (group, page) and copy (group, source, target) are there for
+// execution; no group needs them today.
 struct StepPlan {
   explicit StepPlan(const PlanLimits& limits)
       : rows(limits.rows),
@@ -66,14 +68,20 @@ struct StepPlan {
         page_delta(limits.page_delta),
         zero(0),
         copy(0),
-        load(0),
-        store(0) {}
+        load(limits.transfers),
+        store(limits.transfers) {}
 
   void clear() {
     rows.clear();
     token_ids.clear();
     seated.clear();
     page_delta.clear();
+    load.clear();
+    store.clear();
+  }
+
+  [[nodiscard]] bool is_empty() const {
+    return rows.num_rows() + seated.num_rows() + page_delta.num_rows() + load.num_rows() + store.num_rows() == 0;
   }
 
   StepId step_id;

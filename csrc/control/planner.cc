@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Making a step: decode rows first, then prompts under way, then admissions, until the token budget is spent.
+// Making a step: what has expired leaves the tables, then decode rows, then prompts under way, then admissions, until
+// the token budget is spent; transfers go along.
 #include <algorithm>
+#include <limits>
 
+#include "books.h"
 #include "check.h"
 #include "scheduler.h"
 
@@ -10,41 +13,33 @@ namespace tokenspeed::control {
 namespace {
 
 constexpr Tokens kOneToken{1};
-constexpr std::int32_t kFullAttention = 0;
 
 std::int32_t narrow(std::int64_t value) { return static_cast<std::int32_t>(value); }
 
-void push_row(StepPlan& plan, Seat seat, RowKind kind, Tokens context_len, Tokens query_len) {
-  plan.rows.push(
-      {seat.value(), static_cast<std::int32_t>(kind), narrow(context_len.value()), narrow(query_len.value()), 0});
-}
-
-void push_page(StepPlan& plan, Seat seat, Blocks index, DevicePage page) {
-  plan.page_delta.push({seat.value(), kFullAttention, narrow(index.value()), page.value()});
-}
-
 }  // namespace
-
-// Mints grants, and nothing else does.
-class Admission {
- public:
-  [[nodiscard]] static Grant mint(SeatHold&& seat, PageTable&& pages) {
-    return Grant(AdmissionKey(), std::move(seat), std::move(pages));
-  }
-};
 
 StepPlan* Scheduler::next_plan() {
   TS_CHECK(ledger_.num_in_flight() < kMaxStepsInFlight, "steps in flight", ledger_.num_in_flight());
   StepPlan& plan = plans_[static_cast<std::size_t>((last_step_ + 1) % std::int64_t{kMaxStepsInFlight})];
   plan.clear();
-  plan_decodes(plan);
-  Tokens budget = Tokens(config_.max_num_batched_tokens) - Tokens(static_cast<std::int64_t>(plan.rows.num_rows()));
-  plan_prefills(plan, budget);
-  plan_admissions(plan, budget);
-  if (plan.rows.num_rows() == 0) {
+  plan_expiry(plan);
+  for (Partition& partition : partitions_) {
+    plan_decodes(plan, partition);
+  }
+  budgets_.clear();
+  for (Partition& partition : partitions_) {
+    budgets_.push_back(budget_left(plan, partition));
+  }
+  for (Partition& partition : partitions_) {
+    plan_prefills(plan, partition, budgets_[static_cast<std::size_t>(partition.id().value())]);
+  }
+  plan_admissions(plan, budgets_);
+  plan_stores(plan);
+  plan_sends(plan);
+  if (plan.is_empty()) {
     // With nothing in flight nothing will ever change by itself, so whoever waits now would wait for ever.
-    TS_CHECK(ledger_.num_in_flight() > 0 || !has_work(), "running", running_.size(), "waiting", waiting_.size(),
-             "draining", num_draining_, "available blocks", group_.available());
+    TS_CHECK(ledger_.num_in_flight() + transfers_.num_in_flight() > 0 || !has_work(), "running",
+             num_of(List::kRunning), "waiting", waiting_.size(), "draining", num_of(List::kEnding));
     return nullptr;
   }
   ++last_step_;
@@ -53,67 +48,147 @@ StepPlan* Scheduler::next_plan() {
   return &plan;
 }
 
-void Scheduler::plan_decodes(StepPlan& plan) {
-  for (std::size_t position = 0; position < running_.size();) {
-    const Slot slot = running_[position];
+// Pages that committed tokens no longer need. This step is the first without them in its tables, and its result the one
+// that gives them back.
+void Scheduler::plan_expiry(StepPlan& plan) {
+  for (const Slot slot : expiring_) {
+    auto& sequence = sequences_[static_cast<std::size_t>(slot.value())];
+    if (!sequence || !sequence->is_running() || !sequence->has_expired_pages()) {
+      continue;
+    }
+    Grant& grant = sequence->grant();
+    grant.home().each(grant.tables(), [&]<class Kind>(CacheGroup<Kind>& group, PageTable<Kind>& table) {
+      while (group.expires_at(table) <= sequence->computed()) {
+        const Blocks block = table.first();
+        if (std::optional<SealedDevicePage<Kind>> page = table.expire_first()) {
+          plan.page_delta.push({grant.seat().value(), group.id().value(), narrow(block.value()), 0});
+          ledger_.keep_until_retired(
+              Expired<Kind>{.partition = grant.home().id(), .group = group.id(), .page = std::move(*page)});
+        }
+      }
+    });
+    note_pages(*sequence);
+  }
+  expiring_.clear();
+}
+
+// Tokens beyond one for each running sequence, which is reserved before any draft.
+void Scheduler::plan_decodes(StepPlan& plan, Partition& partition) {
+  Roster& roster = roster_of(partition);
+  std::int64_t spare = config_.max_num_batched_tokens - static_cast<std::int64_t>(roster.running.size());
+  for (std::size_t position = 0; position < roster.running.size();) {
+    const Slot slot = roster.running[position];
     Sequence& sequence = at(slot);
     if (!sequence.is<Decoding>() || !sequence.wants_decode()) {
       ++position;
       continue;
     }
-    if (!plan_decode_pages(plan, position)) {
+    auto drafts = static_cast<std::int32_t>(std::min<std::int64_t>(sequence.draft_room(), spare));
+    Tokens end = sequence.planned_high() + kOneToken + Tokens(drafts);
+    if (end > sequence.covered() && drafts > 0 && !has_ready_for(sequence, end)) {
+      drafts = 0;  // nobody gives way for a guess
+      end = sequence.planned_high() + kOneToken;
+    }
+    if (!secure(roster, position, end)) {
       // Either it waits for pages or it gave way itself; then another stands at its position.
-      position += position < running_.size() && running_[position] == slot ? 1U : 0U;
+      position += position < roster.running.size() && roster.running[position] == slot ? 1U : 0U;
       continue;
     }
-    // Every step in flight commits its tokens, so what is planned is the lower bound when this row runs.
-    const Seat seat = sequence.grant().seat();
-    push_row(plan, seat, RowKind::kDecode, sequence.planned(), kOneToken);
-    sequence.plan_rows(kOneToken, true);
-    ledger_.add_row(slot, seat, kOneToken, true);
+    add_pages(plan, sequence, end);
+    add_decode_row(plan, slot, drafts);
+    spare -= drafts;
     ++position;
   }
 }
 
-bool Scheduler::plan_decode_pages(StepPlan& plan, std::size_t position) {
-  Sequence& sequence = at(running_[position]);
-  const Blocks needed = group_.blocks_covering(sequence.planned() + kOneToken);
-  while (sequence.grant().pages().size() < needed) {
-    if (!make_room(position)) {
-      return false;
-    }
-    PageTable& pages = sequence.grant().pages();
-    const Blocks index = pages.size();
-    push_page(plan, sequence.grant().seat(), index, group_.grow(pages));
+// Room for the decode row at that position, others giving way where they must. False: not now.
+bool Scheduler::secure(Roster& roster, std::size_t position, Tokens end) {
+  const Slot wanting = roster.running[position];
+  if (end <= at(wanting).covered()) {
+    return true;
   }
-  return true;
-}
-
-bool Scheduler::make_room(std::size_t position) {
-  const Slot wanting = running_[position];
-  while (group_.available() == Blocks(0)) {
-    if (num_draining_ > 0) {
-      return false;  // pages come back with the next result; taking more now would only be thrash
+  for (;;) {
+    const Room room = room_for(at(wanting), end);
+    if (room != Room::kNone) {
+      return room == Room::kReady;
     }
-    const Slot victim = running_[victim_for(position)];
+    const Slot victim = roster.running[victim_for(roster, position)];
     preempt(victim);
     if (victim == wanting) {
       return false;
     }
   }
-  return true;
 }
 
-std::size_t Scheduler::victim_for(std::size_t position) {
+// Every step in flight commits at least one token of each of its rows, so planned_low is a lower bound when this row
+// runs; the device's own length is exact.
+void Scheduler::add_decode_row(StepPlan& plan, Slot slot, std::int32_t drafts) {
+  Sequence& sequence = at(slot);
+  const Seat seat = sequence.grant().seat();
+  plan.rows.push({seat.value(), static_cast<std::int32_t>(RowKind::kDecode), narrow(sequence.planned_low().value()),
+                  1 + drafts, drafts});
+  sequence.plan_decode(drafts);
+  ledger_.add_row(decode_work(slot, drafts), seat);
+}
+
+Tokens Scheduler::budget_left(const StepPlan& plan, const Partition& partition) const {
+  std::int64_t used = 0;
+  const std::int32_t seats = config_.max_num_seqs;
+  for (std::size_t index = 0; index < plan.rows.num_rows(); ++index) {
+    const auto row = plan.rows.row(index);
+    used += row[0] / seats == partition.id().value() ? row[3] : 0;
+  }
+  return Tokens(config_.max_num_batched_tokens - used);
+}
+
+// Pages for all tokens up to `end`; there must be room for them.
+void Scheduler::add_pages(StepPlan& plan, Sequence& sequence, Tokens end) {
+  if (end <= sequence.covered()) {
+    return;
+  }
+  Grant& grant = sequence.grant();
+  grant.home().each(grant.tables(), [&](auto& group, auto& table) {
+    while (group.missing(table, end) > Blocks(0)) {
+      const Blocks block = group.next_block(table, end);
+      const auto page = group.grow(table, end);
+      plan.page_delta.push({grant.seat().value(), group.id().value(), narrow(block.value()), page.value()});
+    }
+  });
+  note_pages(sequence);
+}
+
+void Scheduler::note_pages(Sequence& sequence) {
+  Tokens covered(std::numeric_limits<std::int64_t>::max());
+  Tokens expires_at(std::numeric_limits<std::int64_t>::max());
+  Grant& grant = sequence.grant();
+  grant.home().each(grant.tables(), [&](auto& group, auto& table) {
+    covered = std::min(covered, group.covered(table));
+    expires_at = std::min(expires_at, group.expires_at(table));
+  });
+  sequence.set_pages(covered, expires_at);
+}
+
+std::size_t Scheduler::victim_for(Roster& roster, std::size_t position) {
   candidates_.clear();
-  for (const Slot slot : running_) {
-    candidates_.push_back(Candidate{.rank = at(slot).rank(), .restore_cost = at(slot).len()});
+  for (std::size_t index = 0; index < roster.running.size(); ++index) {
+    Sequence& sequence = at(roster.running[index]);
+    Tokens cost;
+    if (index >= position) {
+      Grant& grant = sequence.grant();
+      grant.home().each(grant.tables(), [&](auto& group, auto& table) { cost += group.private_tokens(table); });
+    }
+    candidates_.push_back(Candidate{.priority = sequence.request().priority, .restore_cost = cost});
   }
   return policy::choose_victim(candidates_, position);
 }
 
-void Scheduler::plan_prefills(StepPlan& plan, Tokens& budget) {
-  for (const Slot slot : running_) {
+void Scheduler::preempt(Slot slot) {
+  ++counters_.num_preemptions;
+  send(slot, signal::GaveWay());
+}
+
+void Scheduler::plan_prefills(StepPlan& plan, Partition& partition, Tokens& budget) {
+  for (const Slot slot : roster_of(partition).running) {
     if (budget == Tokens(0)) {
       return;
     }
@@ -123,85 +198,25 @@ void Scheduler::plan_prefills(StepPlan& plan, Tokens& budget) {
   }
 }
 
-void Scheduler::plan_admissions(StepPlan& plan, Tokens& budget) {
-  // Strictly in order: nobody passes the head of the queue, so nobody starves.
-  while (budget > Tokens(0) && !waiting_.empty() && seats_.has_free()) {
-    const Slot slot = waiting_.back();
-    if (!admit(plan, slot)) {
-      return;
-    }
-    waiting_.pop_back();
-    insert_running(slot);
-    budget -= add_prefill_row(plan, slot, budget);
-  }
-}
-
-bool Scheduler::admit(StepPlan& plan, Slot slot) {
-  const Blocks available = group_.available();
-  if (blocked_ && blocked_->slot == slot && available <= blocked_->available &&
-      running_.size() >= blocked_->num_running) {
-    return false;
-  }
-  Sequence& sequence = at(slot);
-  const Blocks total = group_.blocks_covering(sequence.len());
-  if (std::cmp_less(plan.page_delta.room(), total.value())) {
-    return false;
-  }
-  // A full hit still computes one token, in a page of its own.
-  const Tokens most = sequence.len() - kOneToken;
-  const Tokens limit = std::min(most, sequence.request().match_limit.value_or(most));
-  const Blocks matchable = group_.prefix_caching() ? group_.full_blocks(limit) : Blocks(0);
-  const auto hashes = sequence.block_hashes(matchable, group_.block_size());
-  const PrefixMatch match = group_.match(hashes);
-  const Blocks needed = total - match.num_blocks + match.num_only_cached;
-  if (needed + policy::admission_reserve(running_.size()) > available) {
-    blocked_ = Blocked{.slot = slot, .available = available, .num_running = running_.size()};
-    return false;
-  }
-  blocked_.reset();
-  seat(plan, slot, hashes, match.num_blocks);
-  return true;
-}
-
-void Scheduler::seat(StepPlan& plan, Slot slot, std::span<const BlockHash> hashes, Blocks matched) {
-  Sequence& sequence = at(slot);
-  const Blocks total = group_.blocks_covering(sequence.len());
-  PageTable pages;
-  pages.reserve(total);
-  group_.share_prefix(hashes, matched, pages);
-  // All pages of the prompt at once: two half-computed prompts can then never wait for each other's pages.
-  while (pages.size() < total) {
-    (void)group_.grow(pages);
-  }
-  SeatHold hold = seats_.take();
-  const Seat seat = hold.seat();
-  const RequestKey key = sequence.key();
-  plan.seated.push({seat.value(), key.index, key.generation});
-  for (Blocks index; index < total; index += Blocks(1)) {
-    push_page(plan, seat, index, pages.page(index));
-  }
-  const Tokens cached = group_.tokens_in(matched);
-  if (!sequence.cached_len()) {
-    counters_.prompt_tokens += sequence.len().value();
-    counters_.prefix_query_tokens += sequence.len().value();
-    counters_.prefix_hit_tokens += cached.value();
-  }
-  sequence.admit(Admission::mint(std::move(hold), std::move(pages)), cached);
-}
-
 Tokens Scheduler::add_prefill_row(StepPlan& plan, Slot slot, Tokens budget) {
   Sequence& sequence = at(slot);
-  const Tokens start = sequence.planned();
-  const Tokens chunk = policy::prefill_chunk(sequence.len() - start, budget);
+  const Tokens start = sequence.planned_low();
+  const Tokens unit = sequence.grant().home().snapshot_unit();
+  const Tokens chunk = policy::prefill_chunk(start, sequence.len(), budget, unit);
+  if (start + chunk > sequence.covered() && room_for(sequence, start + chunk) != Room::kReady) {
+    return Tokens(0);
+  }
+  add_pages(plan, sequence, start + chunk);
   const bool last = start + chunk == sequence.len();
   const Seat seat = sequence.grant().seat();
-  push_row(plan, seat, last ? RowKind::kPrefillLast : RowKind::kPrefill, start, chunk);
+  plan.rows.push({seat.value(), static_cast<std::int32_t>(last ? RowKind::kPrefillLast : RowKind::kPrefill),
+                  narrow(start.value()), narrow(chunk.value()), 0});
   plan.token_ids.append(
       sequence.token_ids().subspan(static_cast<std::size_t>(start.value()), static_cast<std::size_t>(chunk.value())));
-  sequence.plan_rows(chunk, last);
-  ledger_.add_row(slot, seat, chunk, last);
+  sequence.plan_prefill(chunk, last);
+  ledger_.add_row(prefill_work(slot, chunk, last), seat);
   if (last) {
-    sequence.start_decoding();
+    send(slot, signal::PromptPlanned());
   }
   return chunk;
 }

@@ -2,10 +2,19 @@
 #include "policy.h"
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "check.h"
 
 namespace tokenspeed::control::policy {
+
+namespace {
+
+// Of a pool, the share that is kept ready to go at once where a host tier can hold what is cached.
+constexpr std::int64_t kReadyShare = 16;
+
+}  // namespace
 
 Rank rank_of(std::int32_t priority, std::int64_t arrival_step, std::int64_t ageing_steps, std::int64_t number) {
   TS_CHECK(ageing_steps >= 1, "ageing_steps", ageing_steps);
@@ -18,18 +27,49 @@ std::size_t choose_victim(std::span<const Candidate> running, std::size_t wantin
   for (std::size_t index = wanting + 1; index < running.size(); ++index) {
     const Candidate& candidate = running[index];
     const Candidate& worst = running[victim];
-    const bool later = victim == wanting || candidate.rank.virtual_arrival > worst.rank.virtual_arrival;
-    const bool cheaper =
-        candidate.rank.virtual_arrival == worst.rank.virtual_arrival && candidate.restore_cost <= worst.restore_cost;
-    if (later || cheaper) {
+    const bool less_urgent = candidate.priority > worst.priority;
+    const bool cheaper = candidate.priority == worst.priority && candidate.restore_cost <= worst.restore_cost;
+    if (victim == wanting || less_urgent || cheaper) {
       victim = index;
     }
   }
   return victim;
 }
 
-Tokens prefill_chunk(Tokens remaining, Tokens budget) { return std::min(remaining, budget); }
+bool reclaimed_before(const HeldRank& a, const HeldRank& b) {
+  return std::tuple(-std::int64_t{a.priority}, a.deadline_ms, a.number) <
+         std::tuple(-std::int64_t{b.priority}, b.deadline_ms, b.number);
+}
+
+std::optional<std::size_t> choose_place(std::span<const Place> places, std::optional<std::int32_t> hint) {
+  std::optional<std::size_t> best;
+  const auto key = [&](std::size_t index) {
+    const bool hinted = hint && std::cmp_equal(*hint, index);
+    return std::tuple(-places[index].warm.value(), places[index].num_running, hinted ? 0 : 1, index);
+  };
+  for (std::size_t index = 0; index < places.size(); ++index) {
+    if (places[index].has_room && (!best || key(index) < key(*best))) {
+      best = index;
+    }
+  }
+  return best;
+}
+
+Tokens prefill_chunk(Tokens start, Tokens len, Tokens budget, Tokens snapshot_unit) {
+  Tokens end = std::min(len, start + budget);
+  if (snapshot_unit > Tokens(0)) {
+    // The prompt's last token is computed after the last snapshot, so that the next turn can resume there.
+    const Tokens reached = std::min(end, len - Tokens(1));
+    const Tokens snapshot(reached.value() / snapshot_unit.value() * snapshot_unit.value());
+    end = snapshot > start ? snapshot : end;
+  }
+  return end - start;
+}
 
 Blocks admission_reserve(std::size_t num_running) { return Blocks(static_cast<std::int64_t>(num_running)); }
+
+Blocks ready_reserve(Blocks total, Blocks host_total) {
+  return Blocks(std::min(total.value() / kReadyShare, host_total.value() / 2));
+}
 
 }  // namespace tokenspeed::control::policy

@@ -7,10 +7,12 @@
 
 namespace tokenspeed::control {
 
-PrefixIndex::PrefixIndex(Blocks num_blocks)
+template <class P>
+PrefixIndex<P>::PrefixIndex(Blocks num_blocks)
     : entries_(std::bit_ceil(2 * static_cast<std::size_t>(num_blocks.value()) + 2)), mask_(entries_.size() - 1) {}
 
-std::size_t PrefixIndex::probe(const BlockHash& hash) const {
+template <class P>
+std::size_t PrefixIndex<P>::probe(const BlockHash& hash) const {
   std::size_t slot = home(hash);
   while (!entries_[slot].page.is_null() && entries_[slot].hash != hash) {
     slot = (slot + 1) & mask_;
@@ -18,26 +20,36 @@ std::size_t PrefixIndex::probe(const BlockHash& hash) const {
   return slot;
 }
 
-std::optional<DevicePage> PrefixIndex::find(const BlockHash& hash) const {
+template <class P>
+std::optional<P> PrefixIndex<P>::find(const BlockHash& hash) const {
   const Entry& entry = entries_[probe(hash)];
-  if (entry.page.is_null()) {
-    return std::nullopt;
-  }
-  return entry.page;
+  return entry.page.is_null() ? std::nullopt : std::optional(entry.page);
 }
 
-bool PrefixIndex::insert(const BlockHash& hash, const SealedDevicePage& sealed, const StepReceipt& receipt) {
+template <class P>
+bool PrefixIndex<P>::insert(const BlockHash& hash, const SealedPage<P>& sealed, const StepReceipt&) {
+  return insert_now(hash, sealed.page());
+}
+
+template <class P>
+bool PrefixIndex<P>::insert(const BlockHash& hash, const SealedPage<P>& sealed, const TransferReceipt&) {
+  return insert_now(hash, sealed.page());
+}
+
+template <class P>
+bool PrefixIndex<P>::insert_now(const BlockHash& hash, P page) {
   Entry& entry = entries_[probe(hash)];
   if (!entry.page.is_null()) {
     return false;
   }
-  TS_CHECK(2 * (size_ + 1) <= entries_.size(), "size", size_, "step", receipt.step_id());
-  entry = Entry{.hash = hash, .page = sealed.page()};
+  TS_CHECK(2 * (size_ + 1) <= entries_.size(), "size", size_, "page", page);
+  entry = Entry{.hash = hash, .page = page};
   ++size_;
   return true;
 }
 
-void PrefixIndex::erase(const BlockHash& hash) {
+template <class P>
+void PrefixIndex<P>::erase(const BlockHash& hash) {
   std::size_t hole = probe(hash);
   TS_CHECK(!entries_[hole].page.is_null(), "hash", hash.high, hash.low);
   // Shift back the entries that the hole would cut off from their home.
@@ -52,5 +64,12 @@ void PrefixIndex::erase(const BlockHash& hash) {
   entries_[hole] = Entry{};
   --size_;
 }
+
+template class PrefixIndex<DevicePage<kind::FullAttention>>;
+template class PrefixIndex<DevicePage<kind::SlidingWindow>>;
+template class PrefixIndex<DevicePage<kind::RecurrentState>>;
+template class PrefixIndex<HostPage<kind::FullAttention>>;
+template class PrefixIndex<HostPage<kind::SlidingWindow>>;
+template class PrefixIndex<HostPage<kind::RecurrentState>>;
 
 }  // namespace tokenspeed::control

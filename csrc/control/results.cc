@@ -2,6 +2,7 @@
 // Taking in the result of a step: tokens, seals, ends, and what drains.
 #include <algorithm>
 
+#include "books.h"
 #include "check.h"
 #include "scheduler.h"
 
@@ -22,13 +23,14 @@ void Scheduler::advance(const StepResult& result) {
   const std::size_t num_rows = ledger_.oldest().rows.size();
   ledger_.begin_settling(result.step_id, result.fault);
   for (std::size_t row = 0; row < num_rows; ++row) {
-    const StepRow& settled = ledger_.settle_next();
+    const RowWork& settled = ledger_.settle_next();
     if (result.fault || result.row_faults[row] != 0) {
       fail(settled);
     } else {
       settle(settled, accepted_by(result, row));
     }
   }
+  release_expired();
   ledger_.end_settling();
 }
 
@@ -47,21 +49,27 @@ void Scheduler::check_result(const StepResult& result) const {
            "offsets", offsets[0], offsets[num_rows], "tokens", result.token_ids.size());
   for (std::size_t row = 0; row < num_rows; ++row) {
     const std::int32_t accepted = offsets[row + 1] - offsets[row];
-    const std::int32_t most = step.rows[row].samples ? 1 : 0;
-    const std::int32_t least = result.row_faults[row] != 0 ? 0 : most;
-    TS_CHECK(accepted >= least && accepted <= most, "step", step.step_id, "row", row, "accepted", accepted);
+    const std::int32_t least = result.row_faults[row] != 0 ? 0 : step.rows[row].work.least_accepted;
+    TS_CHECK(accepted >= least && accepted <= step.rows[row].work.most_accepted, "step", step.step_id, "row", row,
+             "accepted", accepted);
   }
   const bool valid = std::all_of(result.token_ids.begin(), result.token_ids.end(), [](auto id) { return id >= 0; });
   TS_CHECK(valid, "step", step.step_id, "has a negative token id");
 }
 
-void Scheduler::settle(const StepRow& row, std::span<const std::int32_t> accepted) {
+void Scheduler::settle(const RowWork& row, std::span<const std::int32_t> accepted) {
   Sequence& sequence = at(row.slot);
+  sequence.handle(signal::RowDone());
   if (sequence.has_ended()) {
     drain_if_idle(row.slot);
     return;
   }
-  sequence.commit(row.query_len, row.samples);
+  const auto num_accepted = static_cast<std::int32_t>(accepted.size());
+  if (row.is_decode) {
+    sequence.commit_decode(row.most_accepted - 1, num_accepted);
+  } else {
+    sequence.commit_prefill(row.query_len, num_accepted > 0);
+  }
   FinishCode code = FinishCode::kNone;
   std::size_t num_kept = 0;
   while (num_kept < accepted.size() && code == FinishCode::kNone) {
@@ -70,36 +78,62 @@ void Scheduler::settle(const StepRow& row, std::span<const std::int32_t> accepte
   }
   counters_.generated_tokens += static_cast<std::int64_t>(num_kept);
   seal_computed(sequence, ledger_.receipt());
+  if (code != FinishCode::kNone) {
+    end_told(sequence, accepted.first(num_kept), code);
+    end_by_itself(row.slot, code);
+    return;
+  }
   if (num_kept > 0) {
     emit(sequence, accepted.first(num_kept), code);
   }
-  if (code != FinishCode::kNone) {
-    end(row.slot, code);
-  } else {
-    drain_if_idle(row.slot);
+  if (sequence.has_expired_pages()) {
+    expiring_.push_back(row.slot);
   }
+  drain_if_idle(row.slot);
 }
 
-void Scheduler::fail(const StepRow& row) {
-  const Sequence& sequence = at(row.slot);
+void Scheduler::end_by_itself(Slot slot, FinishCode code) {
+  const Sequence& sequence = at(slot);
+  const bool sends = sequence.request().remote == Remote::kSend && code != FinishCode::kFault;
+  const bool holds = sequence.hold().has_value() && code != FinishCode::kFault;
+  send(slot, signal::Ended{.reason = code, .holds = holds, .sends = sends});
+}
+
+void Scheduler::fail(const RowWork& row) {
+  Sequence& sequence = at(row.slot);
   if (sequence.has_ended()) {
     drain_if_idle(row.slot);
     return;
   }
-  emit(sequence, {}, FinishCode::kFault);
-  end(row.slot, FinishCode::kFault);
+  end_told(sequence, {}, FinishCode::kFault);
+  end_by_itself(row.slot, FinishCode::kFault);
 }
 
 void Scheduler::seal_computed(Sequence& sequence, const StepReceipt& receipt) {
-  const Blocks full = group_.full_blocks(sequence.computed());
-  PageTable& pages = sequence.grant().pages();
-  if (pages.num_sealed() == full) {
+  const Tokens computed = sequence.computed();
+  if (computed < sequence.seals_at()) {
     return;
   }
-  const auto hashes = sequence.block_hashes(full, group_.block_size());
-  while (pages.num_sealed() < full) {
-    group_.seal_next(pages, hashes[static_cast<std::size_t>(pages.num_sealed().value())], receipt);
-  }
+  const BlockHashes hashes = sequence.block_hashes(computed, base_size_);
+  Grant& grant = sequence.grant();
+  grant.home().each(grant.tables(), [&](auto& group, auto& table) {
+    group.seal(table, computed, hashes, sequence.token_ids(), receipt);
+  });
+  sequence.set_seals_at(Tokens((computed.value() / base_size_.value() + 1) * base_size_.value()));
+}
+
+// Pages that this step was the last to have in its tables.
+void Scheduler::release_expired() {
+  ledger_.expired().each([&]<class Kind>(std::vector<Expired<Kind>>& pages) {
+    for (Expired<Kind>& expired : pages) {
+      Partition& partition = partitions_[static_cast<std::size_t>(expired.partition.value())];
+      partition.group<Kind>(expired.group).release_expired(std::move(expired.page));
+    }
+    if (!pages.empty()) {
+      blocked_.reset();
+    }
+    pages.clear();
+  });
 }
 
 }  // namespace tokenspeed::control

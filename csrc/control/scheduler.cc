@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <utility>
 #include <variant>
 
+#include "books.h"
 #include "check.h"
 #include "event_check.h"
 
@@ -13,11 +15,20 @@ namespace tokenspeed::control {
 
 namespace {
 
+constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 4;
+constexpr std::int32_t kMostDrafts = 64;
+
 Config checked(const Config& config) {
-  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 4;
-  TS_CHECK(config.num_blocks >= 1 && config.num_blocks <= kMax, "num_blocks", config.num_blocks);
-  TS_CHECK(config.block_size >= 1 && config.block_size <= kMax, "block_size", config.block_size);
-  TS_CHECK(config.max_num_seqs >= 1, "max_num_seqs", config.max_num_seqs);
+  TS_CHECK(!config.groups.empty() && config.groups.size() <= 64, "groups", config.groups.size());
+  for (const GroupSpec& spec : config.groups) {
+    TS_CHECK(spec.num_blocks >= Blocks(1) && spec.num_blocks.value() <= kMax, "num_blocks", spec.num_blocks);
+    TS_CHECK(spec.num_host_blocks >= Blocks(0) && spec.num_host_blocks.value() <= kMax, "num_host_blocks",
+             spec.num_host_blocks);
+    TS_CHECK(spec.block_size >= Tokens(1) && spec.block_size.value() <= kMax, "block_size", spec.block_size);
+  }
+  TS_CHECK(config.num_partitions >= 1, "num_partitions", config.num_partitions);
+  TS_CHECK(config.max_num_seqs >= 1 && config.max_num_seqs <= kMax / config.num_partitions, "max_num_seqs",
+           config.max_num_seqs);
   TS_CHECK(config.max_num_batched_tokens >= config.max_num_seqs, "max_num_batched_tokens",
            config.max_num_batched_tokens, "max_num_seqs", config.max_num_seqs);
   TS_CHECK(config.max_model_len >= 2 && config.max_model_len <= kMax, "max_model_len", config.max_model_len);
@@ -25,34 +36,74 @@ Config checked(const Config& config) {
   return config;
 }
 
+Tokens base_size_of(const Config& config) {
+  std::int64_t base = 0;
+  for (const GroupSpec& spec : config.groups) {
+    base = std::gcd(base, spec.block_size.value());
+  }
+  return Tokens(base);
+}
+
 StepPlan make_plan(const Config& config) {
-  const auto rows = static_cast<std::size_t>(config.max_num_seqs);
-  // Room for a page a running sequence and for all pages of one that is admitted.
+  const auto partitions = static_cast<std::size_t>(config.num_partitions);
+  const auto rows = static_cast<std::size_t>(config.max_num_seqs) * partitions;
+  std::size_t pages = 0;
+  for (const GroupSpec& spec : config.groups) {
+    pages += static_cast<std::size_t>(spec.num_blocks.value()) * partitions;
+  }
+  // Every page may come into a table and, where it has expired, leave it in the same step.
   return StepPlan(PlanLimits{.rows = rows,
-                             .token_ids = static_cast<std::size_t>(config.max_num_batched_tokens),
-                             .page_delta = static_cast<std::size_t>(config.num_blocks) + rows});
+                             .token_ids = static_cast<std::size_t>(config.max_num_batched_tokens) * partitions,
+                             .page_delta = 2 * pages + rows,
+                             .transfers = pages});
+}
+
+std::uint64_t packed(const RequestKey& key) {
+  return (std::uint64_t{static_cast<std::uint32_t>(key.index)} << 32U) | static_cast<std::uint32_t>(key.generation);
 }
 
 }  // namespace
 
 Scheduler::Scheduler(const Config& config)
     : config_(checked(config)),
-      group_(Blocks(config.num_blocks), Tokens(config.block_size), config.prefix_caching),
-      seats_(config.max_num_seqs),
-      ledger_(config.max_num_seqs),
+      base_size_(base_size_of(config)),
+      kv_log_(config.kv_events),
+      rosters_(static_cast<std::size_t>(config.num_partitions)),
+      ledger_(config.max_num_seqs * config.num_partitions),
+      // A seat has one at a time, so whoever takes a seat finds room.
+      transfers_(static_cast<std::size_t>(config.num_partitions) *
+                 (static_cast<std::size_t>(config.max_num_seqs) + kMaxStoresInFlight)),
       plans_{make_plan(config), make_plan(config)} {
   const auto seats = static_cast<std::size_t>(config.max_num_seqs);
-  running_.reserve(seats);
+  const auto partitions = static_cast<std::size_t>(config.num_partitions);
+  partitions_.reserve(partitions);
+  const CacheOptions options{.prefix_caching = config.prefix_caching,
+                             .host_store = config.host_store,
+                             .base_size = base_size_,
+                             .unit = base_size_,
+                             .step_tokens = Tokens(config.max_num_batched_tokens),
+                             .first_group = 0,
+                             .log = &kv_log_};
+  for (std::int32_t id = 0; id < config.num_partitions; ++id) {
+    partitions_.emplace_back(PartitionId(id), config_.groups, config.max_num_seqs, options);
+  }
+  for (Roster& roster : rosters_) {
+    roster.running.reserve(seats);
+  }
   candidates_.reserve(seats);
+  expiring_.reserve(seats * partitions);
+  budgets_.reserve(partitions);
+  places_.reserve(partitions);
   for (SequenceEvents& events : events_) {
-    events.rows.reserve(5 * seats);
-    events.token_ids.reserve(seats);
+    events.rows.reserve(5 * seats * partitions);
+    events.token_ids.reserve(seats * partitions * 4);
   }
 }
 
 Scheduler::~Scheduler() {
   const Teardown teardown;
   ledger_.forfeit(teardown);
+  transfers_.forfeit(teardown);
   for (std::optional<Sequence>& sequence : sequences_) {
     if (sequence) {
       sequence->forfeit(teardown);
@@ -60,145 +111,195 @@ Scheduler::~Scheduler() {
   }
 }
 
-std::vector<Refusal> Scheduler::apply() {
-  std::vector<Event> batch;
-  batch.swap(pending_);
-  const auto generation = [this](std::int32_t index) {
-    return std::cmp_less(index, keys_.size()) ? keys_[static_cast<std::size_t>(index)].generation : -1;
-  };
-  const auto is_live = [this](std::int32_t index) {
-    return std::cmp_less(index, keys_.size()) && keys_[static_cast<std::size_t>(index)].slot.has_value();
+void Scheduler::check_batch(std::span<const Event> batch) const {
+  const auto entry = [this](std::int32_t index) {
+    return std::cmp_less(index, indices_.size()) ? indices_[static_cast<std::size_t>(index)] : IndexEntry{};
   };
   const auto num_generated = [this](const RequestKey& key) {
     const std::optional<Slot> slot = find(key);
-    return slot ? at(*slot).num_generated() : Tokens(std::numeric_limits<std::int32_t>::max());
+    return slot ? sequences_[static_cast<std::size_t>(slot->value())]->num_generated()
+                : Tokens(std::numeric_limits<std::int32_t>::max());
   };
-  check_events(
-      batch,
-      EventContext{.generation = generation, .is_live = is_live, .num_generated = num_generated, .now_ms = now_ms_});
+  const bool keeps_states = std::any_of(config_.groups.begin(), config_.groups.end(),
+                                        [](const GroupSpec& spec) { return spec.kind == GroupKind::kRecurrent; });
+  check_events(batch, EventContext{.generation = [&](std::int32_t index) { return entry(index).generation; },
+                                   .is_live = [&](std::int32_t index) { return entry(index).live; },
+                                   .num_generated = num_generated,
+                                   .now_ms = now_ms_,
+                                   .num_partitions = config_.num_partitions,
+                                   .most_drafts = keeps_states ? 0 : kMostDrafts});
+}
+
+std::vector<Refusal> Scheduler::apply() {
+  std::vector<Event> batch;
+  batch.swap(pending_);
+  check_batch(batch);
   std::vector<Refusal> refusals;
   for (Event& event : batch) {
-    if (auto* submit = std::get_if<Submit>(&event)) {
-      on(std::move(*submit), refusals);
-    } else if (const auto* cancel = std::get_if<Cancel>(&event)) {
-      on(*cancel);
-    } else if (const auto* finish = std::get_if<Finish>(&event)) {
-      on(*finish);
-    } else if (const auto* tick = std::get_if<Tick>(&event)) {
-      on(*tick);
-    }
-    // Retain, Release and TransferDone are checked above and change nothing: no request is held and no transfer is
-    // under way in this version.
+    std::visit(
+        [&]<class E>(E& happened) {
+          if constexpr (std::is_same_v<E, Submit>) {
+            on(std::move(happened), refusals);
+          } else {
+            on(happened);
+          }
+        },
+        event);
+  }
+  // The batch's memory serves the next one.
+  batch.clear();
+  if (pending_.empty()) {
+    pending_.swap(batch);
   }
   return refusals;
 }
 
 std::optional<Refusal> Scheduler::refusal_of(const Submit& submit) const {
+  const Partition& any = partitions_.front();  // they are all alike
   const Tokens prompt(static_cast<std::int64_t>(submit.token_ids.size()));
   const Tokens window(config_.max_model_len);
   if (prompt + Tokens(1) > window) {
     return Refusal{.key = submit.key, .needed = prompt + Tokens(1), .capacity = window};
   }
-  if (prompt > group_.capacity()) {
-    return Refusal{.key = submit.key, .needed = prompt, .capacity = group_.capacity()};
-  }
-  return std::nullopt;
+  std::optional<Refusal> refusal;
+  any.each_group([&](const auto& group) {
+    const Tokens needed = group.holds_whole_sequences()
+                              ? prompt
+                              : group.tokens_in(group.charge_of(prompt + submit.max_new_tokens, submit.draft_width));
+    const Tokens capacity = group.tokens_in(group.chargeable());
+    if (!refusal && needed > capacity) {
+      refusal = Refusal{.key = submit.key, .needed = needed, .capacity = capacity};
+    }
+  });
+  return refusal;
 }
 
-void Scheduler::on(Submit&& submit, std::vector<Refusal>& refusals) {
-  Submit request(std::move(submit));
-  const auto index = static_cast<std::size_t>(request.key.index);
-  if (index >= keys_.size()) {
-    keys_.resize(index + 1);
-  }
-  keys_[index].generation = request.key.generation;
-  if (const std::optional<Refusal> refusal = refusal_of(request)) {
-    refusals.push_back(*refusal);
-    return;
-  }
+Slot Scheduler::take_slot() {
   if (free_slots_.empty()) {
     free_slots_.emplace_back(static_cast<std::int32_t>(sequences_.size()));
     sequences_.emplace_back();
   }
   const Slot slot = free_slots_.back();
   free_slots_.pop_back();
+  return slot;
+}
+
+void Scheduler::on(Submit&& submit, std::vector<Refusal>& refusals) {
+  Submit request(std::move(submit));
+  const RequestKey key = request.key;
+  const auto index = static_cast<std::size_t>(key.index);
+  if (index >= indices_.size()) {
+    indices_.resize(index + 1);
+  }
+  indices_[index].generation = key.generation;
+  if (const std::optional<Refusal> refusal = refusal_of(request)) {
+    refusals.push_back(*refusal);
+    return;
+  }
   const Rank rank = policy::rank_of(request.priority, last_step_, config_.ageing_steps, num_submitted_++);
   // The last token of all needs no K/V of its own, hence the one on top of what the pool holds.
   const Tokens prompt(static_cast<std::int64_t>(request.token_ids.size()));
-  const Tokens limit =
-      std::min({prompt + request.max_new_tokens, Tokens(config_.max_model_len), group_.capacity() + Tokens(1)});
-  keys_[index].slot = slot;
+  const Tokens wanted = request.remote == Remote::kSend ? Tokens(1) : request.max_new_tokens;
+  const Tokens limit = std::min(
+      {prompt + wanted, Tokens(config_.max_model_len), partitions_.front().capacity() + Tokens(1)});
+  if (request.deadline_ms) {
+    set_timer(*request.deadline_ms, key);
+  }
+  const Slot slot = take_slot();
+  indices_[index].live = true;
+  slots_.emplace(packed(key), slot);
   sequences_[static_cast<std::size_t>(slot.value())].emplace(std::move(request), rank, limit);
-  insert_waiting(slot);
+  ++num_sequences_;
+  enter(List::kWaiting, slot);
+}
+
+void Scheduler::end_told(Sequence& sequence, std::span<const std::int32_t> token_ids, FinishCode code) {
+  emit(sequence, token_ids, code);
+  IndexEntry& entry = indices_[static_cast<std::size_t>(sequence.key().index)];
+  TS_CHECK(entry.live && entry.generation == sequence.key().generation, "request", sequence.key(), "ended twice");
+  entry.live = false;
 }
 
 void Scheduler::on(const Cancel& cancel) {
-  if (const std::optional<Slot> slot = find(cancel.key)) {
-    emit(at(*slot), {}, FinishCode::kCancelled);
-    end(*slot, FinishCode::kCancelled);
+  const std::optional<Slot> slot = find(cancel.key);
+  if (!slot) {
+    return;
   }
+  if (!at(*slot).has_ended()) {
+    end_told(at(*slot), {}, FinishCode::kCancelled);
+  }
+  send(*slot, signal::Cancelled());
 }
 
 void Scheduler::on(const Finish& finish) {
-  if (const std::optional<Slot> slot = find(finish.key)) {
-    emit(at(*slot), {}, FinishCode::kStop);
-    end(*slot, FinishCode::kStop);
-  }
-}
-
-void Scheduler::end(Slot slot, FinishCode reason) {
-  Sequence& sequence = at(slot);
-  keys_[static_cast<std::size_t>(sequence.key().index)].slot.reset();
-  if (sequence.is_waiting()) {
-    std::erase(waiting_, slot);
-    sequence.end_unseated(reason);
-    drop(slot);
+  const std::optional<Slot> slot = find(finish.key);
+  if (!slot) {
     return;
   }
-  if (sequence.is_running()) {
-    std::erase(running_, slot);
-    ++num_draining_;
-  } else {
-    --num_draining_preempted_;
+  Sequence& sequence = at(*slot);
+  const bool ended = sequence.has_ended();
+  if (!sequence.is<Held>()) {
+    sequence.keep_generated(finish.keep_tokens);
   }
-  sequence.drain_to_end(reason);
-  drain_if_idle(slot);
+  if (!ended) {
+    end_told(sequence, {}, FinishCode::kStop);
+  }
+  send(*slot, signal::Finished{.holds = sequence.hold().has_value()});
 }
 
-void Scheduler::preempt(Slot slot) {
-  std::erase(running_, slot);
-  at(slot).drain_for_preemption();
-  ++num_draining_;
-  ++num_draining_preempted_;
-  ++counters_.num_preemptions;
-  drain_if_idle(slot);
-}
-
-void Scheduler::drain_if_idle(Slot slot) {
-  Sequence& sequence = at(slot);
-  if (sequence.is<Draining>() && ledger_.is_idle(sequence.grant().seat())) {
-    finish_drain(slot);
+void Scheduler::on(const Retain& retain) {
+  const std::optional<Slot> slot = find(retain.key);
+  if (!slot || !at(*slot).hold()) {
+    return;
+  }
+  at(*slot).retain_until(retain.deadline_ms);
+  send(*slot, signal::Retained());
+  if (at(*slot).is<Held>()) {
+    leave_held(*slot);
+    enter_held(*slot);
   }
 }
 
-void Scheduler::finish_drain(Slot slot) {
-  Sequence& sequence = at(slot);
-  const Retirement retirement = ledger_.retirement(sequence.grant().seat());
-  Grant grant = sequence.leave(retirement);
-  group_.give_back(grant.leave_pages(retirement), retirement);
-  seats_.release(grant.leave_seat(retirement), retirement);
-  --num_draining_;
-  if (sequence.is<Done>()) {
-    drop(slot);
-  } else {
-    --num_draining_preempted_;
-    insert_waiting(slot);
+void Scheduler::on(const Release& release) {
+  if (const std::optional<Slot> slot = find(release.key)) {
+    at(*slot).release_hold();
+    send(*slot, signal::Released());
   }
 }
 
-void Scheduler::drop(Slot slot) {
-  sequences_[static_cast<std::size_t>(slot.value())].reset();
-  free_slots_.push_back(slot);
+void Scheduler::on(const Tick& tick) {
+  now_ms_ = tick.now_ms;
+  const auto later = [](const Timer& a, const Timer& b) { return a.deadline_ms > b.deadline_ms; };
+  while (!timers_.empty() && timers_.front().deadline_ms <= now_ms_) {
+    std::pop_heap(timers_.begin(), timers_.end(), later);
+    const Timer timer = timers_.back();
+    timers_.pop_back();
+    fire(timer);
+  }
+}
+
+void Scheduler::set_timer(std::int64_t deadline_ms, const RequestKey& key) {
+  timers_.push_back(Timer{.deadline_ms = deadline_ms, .key = key});
+  std::push_heap(timers_.begin(), timers_.end(),
+                 [](const Timer& a, const Timer& b) { return a.deadline_ms > b.deadline_ms; });
+}
+
+void Scheduler::fire(const Timer& timer) {
+  const std::optional<Slot> slot = find(timer.key);
+  if (!slot) {
+    return;
+  }
+  Sequence& sequence = at(*slot);
+  if (sequence.is<Held>()) {
+    const auto& wish = sequence.hold();
+    if (wish && wish->deadline_ms.value_or(now_ms_) > now_ms_) {
+      return;  // it was told to stay longer
+    }
+    send(*slot, signal::Expired());
+  } else if (!sequence.has_ended() && sequence.request().deadline_ms.value_or(now_ms_ + 1) <= now_ms_) {
+    end_told(sequence, {}, FinishCode::kDeadline);
+    send(*slot, signal::Expired());
+  }
 }
 
 void Scheduler::emit(const Sequence& sequence, std::span<const std::int32_t> token_ids, FinishCode code) {
@@ -220,12 +321,23 @@ const SequenceEvents& Scheduler::take_events() {
 
 Stats Scheduler::stats() const {
   Stats stats = counters_;
-  stats.num_running = static_cast<std::int64_t>(running_.size());
-  stats.num_waiting = static_cast<std::int64_t>(waiting_.size()) + num_draining_preempted_;
-  stats.used_blocks = group_.pool().num_used().value();
-  stats.cached_blocks = group_.pool().num_cached().value();
-  stats.total_blocks = group_.pool().total().value();
+  stats.num_running = static_cast<std::int64_t>(num_of(List::kRunning));
+  stats.num_waiting =
+      static_cast<std::int64_t>(num_of(List::kWaiting) + num_of(List::kAwaiting) + num_of(List::kGivingWay));
+  stats.num_held = static_cast<std::int64_t>(num_of(List::kHeld));
   stats.num_steps = last_step_;
+  stats.num_transfers = static_cast<std::int64_t>(transfers_.num_in_flight());
+  for (const Partition& partition : partitions_) {
+    partition.each_group([&](const auto& group) {
+      if (group.id() == Group(0)) {
+        stats.used_blocks += group.device().num_used().value();
+        stats.cached_blocks += group.device().num_cached().value();
+        stats.total_blocks += group.device().total().value();
+        stats.host_used_blocks += (group.host().total() - group.host().num_free()).value();
+        stats.host_total_blocks += group.host().total().value();
+      }
+    });
+  }
   return stats;
 }
 
@@ -236,21 +348,12 @@ Sequence& Scheduler::at(Slot slot) {
 }
 
 std::optional<Slot> Scheduler::find(const RequestKey& key) const {
-  if (!std::cmp_less(key.index, keys_.size())) {
-    return std::nullopt;
-  }
-  const KeyEntry& entry = keys_[static_cast<std::size_t>(key.index)];
-  return entry.generation == key.generation ? entry.slot : std::nullopt;
+  const auto found = slots_.find(packed(key));
+  return found == slots_.end() ? std::nullopt : std::optional(found->second);
 }
 
-void Scheduler::insert_running(Slot slot) {
-  const auto sooner = [this](Slot a, Slot b) { return at(a).rank() < at(b).rank(); };
-  running_.insert(std::upper_bound(running_.begin(), running_.end(), slot, sooner), slot);
-}
-
-void Scheduler::insert_waiting(Slot slot) {
-  const auto later = [this](Slot a, Slot b) { return at(a).rank() > at(b).rank(); };
-  waiting_.insert(std::upper_bound(waiting_.begin(), waiting_.end(), slot, later), slot);
+Scheduler::Roster& Scheduler::roster_of(const Partition& partition) {
+  return rosters_[static_cast<std::size_t>(partition.id().value())];
 }
 
 }  // namespace tokenspeed::control

@@ -3,99 +3,106 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 
 #include "check.h"
 
 namespace tokenspeed::control {
 
 namespace {
-
-// Keeps a growing sequence from reallocating for a good while without holding memory for the longest one allowed.
-constexpr std::int64_t kReserveAhead = 4096;
-
-}  // namespace
+constexpr Tokens kOne{1};
+}
 
 Sequence::Sequence(Submit&& submit, Rank rank, Tokens total_limit)
-    : request_(std::move(submit)), rank_(rank), prompt_len_(len()), total_limit_(total_limit) {
-  const std::int64_t reserve = std::min(total_limit.value(), len().value() + kReserveAhead);
-  request_.token_ids.reserve(static_cast<std::size_t>(reserve));
+    : request_(std::move(submit)),
+      rank_(rank),
+      prompt_len_(len()),
+      total_limit_(total_limit),
+      expires_at_(std::numeric_limits<std::int64_t>::max()),
+      root_(hash_root(request_.name_space, request_.adapter)) {
+  if (request_.retain) {
+    hold_ = HoldWish{.ttl_ms = request_.retain->ttl_ms, .priority = request_.retain->priority, .deadline_ms = {}};
+  }
 }
-
-Grant Sequence::take_grant() { return std::move(grant()); }
 
 Grant& Sequence::grant() {
-  if (auto* prefilling = std::get_if<Prefilling>(&state_)) {
-    return prefilling->grant_;
-  }
-  if (auto* decoding = std::get_if<Decoding>(&state_)) {
-    return decoding->grant_;
-  }
-  auto* draining = std::get_if<Draining>(&state_);
-  TS_CHECK(draining != nullptr, "request", key(), "owns nothing in state", state_.index());
-  return draining->grant_;
+  return std::visit(
+      [&]<class S>(S& state) -> Grant& {
+        if constexpr (std::is_base_of_v<Seated, S>) {
+          return state.grant_;
+        } else {
+          TS_CHECK(!"seated", "request", key(), "owns no seat as", S::kName);
+          std::abort();
+        }
+      },
+      state_);
 }
 
-void Sequence::admit(Grant&& grant, Tokens cached) {
-  TS_CHECK(is_waiting(), "request", key(), "state", state_.index());
-  TS_CHECK(cached < len() && num_pending_ == 0, "request", key(), "cached", cached, "len", len());
-  computed_ = cached;
-  planned_ = cached;
+const HeldPages& Sequence::held() const {
+  const auto* held = std::get_if<Held>(&state_);
+  TS_CHECK(held != nullptr, "request", key(), "state", state_.index());
+  return held->pages_;
+}
+
+bool Sequence::has_ended() const {
+  const auto* draining = std::get_if<Draining>(&state_);
+  return is<Done>() || is<Held>() || is<SendingKv>() || (draining != nullptr && draining->fate_ != Fate::kPreempted);
+}
+
+void Sequence::forfeit(const Teardown& teardown) noexcept {
+  std::visit(
+      [&]<class S>(S& state) {
+        if constexpr (std::is_base_of_v<Seated, S>) {
+          state.grant_.forfeit(teardown);
+        } else if constexpr (std::is_same_v<S, Held>) {
+          state.pages_.forfeit(teardown);
+        }
+      },
+      state_);
+}
+
+void Sequence::note_admission(Tokens boundary) {
+  TS_CHECK(boundary < len() && num_pending_ == 0, "request", key(), "boundary", boundary, "len", len());
+  computed_ = boundary;
+  planned_low_ = boundary;
+  planned_high_ = boundary;
+  seals_at_ = Tokens(0);
   if (!cached_len_) {
-    cached_len_ = cached;
+    cached_len_ = boundary;
   }
-  state_.emplace<Prefilling>(StateKey(), std::move(grant));
+  // Nothing that grows while it runs may allocate then.
+  request_.token_ids.reserve(static_cast<std::size_t>(total_limit_.value()));
 }
 
-void Sequence::start_decoding() {
-  TS_CHECK(is<Prefilling>(), "request", key(), "state", state_.index());
-  Grant grant = take_grant();
-  state_.emplace<Decoding>(StateKey(), std::move(grant));
-}
-
-void Sequence::drain_for_preemption() {
-  TS_CHECK(is_running(), "request", key(), "state", state_.index());
-  Grant grant = take_grant();
-  state_.emplace<Draining>(StateKey(), std::move(grant), std::nullopt);
-}
-
-void Sequence::drain_to_end(FinishCode reason) {
-  TS_CHECK(!has_ended() && !is_waiting(), "request", key(), "state", state_.index());
-  Grant grant = take_grant();
-  state_.emplace<Draining>(StateKey(), std::move(grant), reason);
-}
-
-void Sequence::end_unseated(FinishCode reason) {
-  TS_CHECK(is_waiting(), "request", key(), "state", state_.index());
-  state_.emplace<Done>(Done{.reason = reason});
-}
-
-Grant Sequence::leave(const Retirement& retirement) {
-  auto* draining = std::get_if<Draining>(&state_);
-  TS_CHECK(draining != nullptr, "request", key(), "state", state_.index());
-  TS_CHECK(draining->grant_.seat() == retirement.seat(), "seat", draining->grant_.seat());
-  Grant grant = std::move(draining->grant_);
-  const std::optional<FinishCode> reason = draining->reason_;
-  if (reason) {
-    state_.emplace<Done>(Done{.reason = *reason});
-  } else {
-    TS_CHECK(num_pending_ == 0, "request", key(), "pending", num_pending_);
-    state_.emplace<Preempted>();
-    computed_ = Tokens(0);
-    planned_ = Tokens(0);
-  }
-  return grant;
-}
-
-void Sequence::plan_rows(Tokens query_len, bool samples) {
-  planned_ += query_len;
+void Sequence::plan_prefill(Tokens query_len, bool samples) {
+  planned_low_ += query_len;
+  planned_high_ += query_len;
   num_pending_ += samples ? 1 : 0;
-  TS_CHECK(planned_ < total_limit_, "request", key(), "planned", planned_, "limit", total_limit_);
+  TS_CHECK(planned_high_ < total_limit_, "request", key(), "planned", planned_high_, "limit", total_limit_);
 }
 
-void Sequence::commit(Tokens query_len, bool sampled) {
+void Sequence::plan_decode(std::int32_t draft_len) {
+  planned_low_ += kOne;
+  planned_high_ += Tokens(1 + std::int64_t{draft_len});
+  ++num_pending_;
+  TS_CHECK(planned_high_ < total_limit_, "request", key(), "planned", planned_high_, "limit", total_limit_);
+}
+
+void Sequence::commit_prefill(Tokens query_len, bool sampled) {
   computed_ += query_len;
   num_pending_ -= sampled ? 1 : 0;
-  TS_CHECK(computed_ <= planned_ && num_pending_ >= 0, "request", key(), "computed", computed_, "planned", planned_);
+  TS_CHECK(computed_ <= planned_low_ && num_pending_ >= 0, "request", key(), "computed", computed_, planned_low_);
+}
+
+void Sequence::commit_decode(std::int32_t draft_len, std::int32_t num_accepted) {
+  TS_CHECK(num_accepted >= 1 && num_accepted <= 1 + draft_len, "request", key(), "accepted", num_accepted, draft_len);
+  computed_ += Tokens(num_accepted);
+  // What was certain was one token; the width that was not accepted is given back.
+  planned_low_ += Tokens(num_accepted - 1);
+  planned_high_ -= Tokens(1 + std::int64_t{draft_len} - num_accepted);
+  --num_pending_;
+  TS_CHECK(computed_ <= planned_low_ && planned_low_ <= planned_high_ && num_pending_ >= 0, "request", key(),
+           "computed", computed_, planned_low_, planned_high_);
 }
 
 FinishCode Sequence::accept(std::int32_t token_id) {
@@ -108,38 +115,59 @@ FinishCode Sequence::accept(std::int32_t token_id) {
   return len() == total_limit_ ? FinishCode::kLength : FinishCode::kNone;
 }
 
-bool Sequence::has_ended() const {
-  const auto* draining = std::get_if<Draining>(&state_);
-  return is<Done>() || (draining != nullptr && draining->reason_.has_value());
+void Sequence::keep_generated(Tokens keep_tokens) {
+  TS_CHECK(keep_tokens <= num_generated(), "request", key(), "keep", keep_tokens, "of", num_generated());
+  request_.token_ids.resize(static_cast<std::size_t>((prompt_len_ + keep_tokens).value()));
 }
 
-void Sequence::forfeit(const Teardown& teardown) noexcept {
-  if (auto* prefilling = std::get_if<Prefilling>(&state_)) {
-    prefilling->grant_.forfeit(teardown);
-  } else if (auto* decoding = std::get_if<Decoding>(&state_)) {
-    decoding->grant_.forfeit(teardown);
-  } else if (auto* draining = std::get_if<Draining>(&state_)) {
-    draining->grant_.forfeit(teardown);
+void Sequence::restart() {
+  TS_CHECK(is<Preempted>() && num_pending_ == 0, "request", key(), "pending", num_pending_);
+  computed_ = Tokens(0);
+  planned_low_ = Tokens(0);
+  planned_high_ = Tokens(0);
+  set_pages(Tokens(0), Tokens(std::numeric_limits<std::int64_t>::max()));
+}
+
+void Sequence::retain_until(std::int64_t deadline_ms) {
+  if (hold_) {
+    hold_->deadline_ms = deadline_ms;
   }
 }
 
-std::span<const BlockHash> Sequence::block_hashes(Blocks count, Tokens block_size) {
-  const auto wanted = static_cast<std::size_t>(count.value());
-  const auto width = static_cast<std::size_t>(block_size.value());
-  TS_CHECK(wanted * width <= request_.token_ids.size(), "request", key(), "blocks", count, "len", len());
-  while (hashes_.size() < wanted) {
+void Sequence::set_pages(Tokens covered, Tokens expires_at) {
+  covered_ = covered;
+  expires_at_ = expires_at;
+}
+
+std::int32_t Sequence::draft_room() const {
+  const std::int64_t room = total_limit_.value() - planned_high_.value() - 2;
+  return static_cast<std::int32_t>(std::clamp<std::int64_t>(room, 0, request_.draft_width));
+}
+
+BlockHashes Sequence::block_hashes(Tokens len, Tokens base_size) {
+  const auto width = static_cast<std::size_t>(base_size.value());
+  const auto count = static_cast<std::size_t>(len.value()) / width;
+  TS_CHECK(len <= this->len(), "request", key(), "asked", len, "len", this->len());
+  extend_hashes(count, width);
+  return BlockHashes{.base = std::span<const BlockHash>(hashes_).first(count), .base_size = base_size, .root = root_};
+}
+
+void Sequence::extend_hashes(std::size_t count, std::size_t width) {
+  if (hashes_.size() >= count) {
+    return;
+  }
+  hashes_.reserve(static_cast<std::size_t>(total_limit_.value()) / width + 1);
+  while (hashes_.size() < count) {
     const std::size_t start = hashes_.size() * width;
-    const BlockHash parent = hashes_.empty() ? hash_root(request_.name_space, request_.adapter) : hashes_.back();
-    BlockHash hash = hash_block(parent, token_ids().subspan(start, width));
+    BlockHash hash = hash_block(hashes_.empty() ? root_ : hashes_.back(), token_ids().subspan(start, width));
     for (const ContentSpan& span : request_.spans) {
       const std::int64_t offset = span.start.value() - static_cast<std::int64_t>(start);
-      if (offset < block_size.value() && offset + span.length.value() > 0) {
+      if (offset < static_cast<std::int64_t>(width) && offset + span.length.value() > 0) {
         hash = hash_content(hash, span, offset);
       }
     }
     hashes_.push_back(hash);
   }
-  return std::span<const BlockHash>(hashes_).first(wanted);
 }
 
 }  // namespace tokenspeed::control

@@ -5,6 +5,7 @@
 #include <compare>
 #include <cstdint>
 #include <ostream>
+#include <type_traits>
 
 namespace tokenspeed::control {
 
@@ -60,6 +61,8 @@ using Seat = StrongId<struct SeatTag, std::int32_t>;
 using Group = StrongId<struct GroupTag, std::int32_t>;
 // Slot: where the scheduler keeps a sequence. Never leaves the control plane.
 using Slot = StrongId<struct SlotTag, std::int32_t>;
+// A rank of data-parallel attention: it has seats, pools and indices of its own, and a sequence lives in one.
+using PartitionId = StrongId<struct PartitionTag, std::int32_t>;
 using StepId = StrongId<struct StepTag, std::int64_t>;
 using LeaseId = StrongId<struct LeaseTag, std::int64_t>;
 
@@ -70,6 +73,8 @@ struct Host {};
 
 namespace kind {
 struct FullAttention {};
+struct SlidingWindow {};
+struct RecurrentState {};
 }  // namespace kind
 
 // A page of one tier and one kind of group. Page 0 is the null page: never allocated, padded rows point at it.
@@ -89,7 +94,41 @@ class Page {
   std::int32_t value_ = 0;
 };
 
-using DevicePage = Page<tier::Device, kind::FullAttention>;
+template <class Kind>
+using DevicePage = Page<tier::Device, Kind>;
+template <class Kind>
+using HostPage = Page<tier::Host, Kind>;
+
+// One T for each kind of group. What handles all kinds goes through each(); what mixes two of them does not compile.
+template <template <class> class T>
+struct PerKind {
+  T<kind::FullAttention> full;
+  T<kind::SlidingWindow> window;
+  T<kind::RecurrentState> recurrent;
+
+  template <class F>
+  void each(F&& visit) {
+    visit(full);
+    visit(window);
+    visit(recurrent);
+  }
+  template <class F>
+  void each(F&& visit) const {
+    visit(full);
+    visit(window);
+    visit(recurrent);
+  }
+  template <class Kind>
+  [[nodiscard]] T<Kind>& of() {
+    if constexpr (std::is_same_v<Kind, kind::FullAttention>) {
+      return full;
+    } else if constexpr (std::is_same_v<Kind, kind::SlidingWindow>) {
+      return window;
+    } else {
+      return recurrent;
+    }
+  }
+};
 
 // An index is reused, an (index, generation) pair never.
 struct RequestKey {

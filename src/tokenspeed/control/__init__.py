@@ -10,7 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenspeed.control._control import CheckError, Scheduler
-from tokenspeed.core.plan import ControlStats, Int32Array, RequestKey, SequenceEvents, StepPlan, StepResult
+from tokenspeed.core.plan import (
+    CacheGroup,
+    ControlStats,
+    HostStore,
+    Int32Array,
+    KvEvents,
+    RequestKey,
+    SequenceEvents,
+    StepPlan,
+    StepResult,
+)
+from tokenspeed.core.request import ContentSpan, Retention
 
 __all__ = ["CheckError", "ControlPlane", "Refusal"]
 
@@ -28,10 +39,11 @@ class Refusal:
 class ControlPlane:
     """Decides which tokens run next and who owns which KV block.
 
-    num_blocks: blocks that sequences may use; their pages are 1 .. num_blocks, and page 0 (the null page) comes on
-    top, so execution holds num_blocks + 1 pages. block_size: tokens a block. max_num_seqs: seats, which are numbered
-    from 0. max_num_batched_tokens: tokens of one step, not below max_num_seqs. ageing_steps: waiting so many steps
-    lifts a request past newcomers of the next sooner priority class.
+    groups: the cache groups of each partition, in the order of their numbers in a plan. max_num_seqs: seats of a
+    partition; they are numbered from 0 over all partitions. max_num_batched_tokens: tokens that one step computes in a
+    partition, not below max_num_seqs. ageing_steps: waiting so many steps lifts a request past newcomers of the next
+    sooner priority class. num_partitions: ranks of data-parallel attention. kv_events: keep what take_kv_events
+    returns, which must then be called.
 
     Calls that are out of contract raise CheckError, which is an AssertionError and a RuntimeError.
     """
@@ -39,22 +51,29 @@ class ControlPlane:
     def __init__(
         self,
         *,
-        num_blocks: int,
-        block_size: int,
+        groups: tuple[CacheGroup, ...],
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
         ageing_steps: int = 256,
         prefix_caching: bool = True,
+        num_partitions: int = 1,
+        host_store: HostStore = HostStore.ON_SEAL,
+        kv_events: bool = False,
     ) -> None:
         self._scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=block_size,
+            groups=[
+                (int(group.kind), group.block_size, group.num_blocks, group.num_host_blocks, group.window or 0)
+                for group in groups
+            ],
+            num_partitions=num_partitions,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             ageing_steps=ageing_steps,
             prefix_caching=prefix_caching,
+            host_store=int(host_store),
+            kv_events=kv_events,
         )
 
     def submit(
@@ -68,10 +87,19 @@ class ControlPlane:
         priority: int = 0,
         namespace: str = "",
         match_limit: int | None = None,
+        adapter: str = "",
+        spans: tuple[ContentSpan, ...] = (),
+        retain: Retention | None = None,
+        deadline_ms: int | None = None,
+        draft_width: int = 0,
+        partition_hint: int | None = None,
     ) -> None:
         """Queues a request. token_ids: (n,) int32, copied. priority: lower is sooner. An end token ends the request
-        once more than min_new_tokens tokens are generated. namespace keeps prefix caches apart.
-        match_limit: at most so many prompt tokens may come from the prefix cache."""
+        once more than min_new_tokens tokens are generated. namespace and adapter keep prefix caches apart, and spans
+        prompts whose placeholders stand for different contents. match_limit: at most so many prompt tokens may come
+        from the prefix cache. retain: the pages of a good end stay for the session's next turn. deadline_ms, on the
+        clock of tick(): the request ends then, in whatever state it is. draft_width: tokens that each decode row may
+        draft."""
         self._scheduler.submit(
             key.index,
             key.generation,
@@ -82,6 +110,12 @@ class ControlPlane:
             priority,
             namespace,
             match_limit,
+            adapter,
+            [(span.start, span.length, span.hash_high, span.hash_low) for span in spans],
+            None if retain is None else (retain.session, round(retain.ttl_s * 1000), retain.priority),
+            deadline_ms,
+            draft_width,
+            partition_hint,
         )
 
     def cancel(self, key: RequestKey) -> None:
@@ -93,13 +127,18 @@ class ControlPlane:
         self._scheduler.finish(key.index, key.generation, keep_tokens)
 
     def retain(self, key: RequestKey, deadline_ms: int) -> None:
-        """Queues the wish to keep an ended request's pages. It is checked and has no effect: pages of ended requests
-        stay as long as the prefix cache has room for them."""
+        """Queues a new deadline for the pages of a request that was submitted with a retention, before its end or
+        after. One that keeps nothing is left alone."""
         self._scheduler.retain(key.index, key.generation, deadline_ms)
 
     def release(self, key: RequestKey) -> None:
-        """Takes back `retain`. It is checked and has no effect, see there."""
+        """Queues that such pages are wanted no longer."""
         self._scheduler.release(key.index, key.generation)
+
+    def transfer_done(self, lease: int, ok: bool) -> None:
+        """Queues the acknowledgement of a plan's load or store rows with that lease. A late, second or unknown one is
+        ignored."""
+        self._scheduler.transfer_done(lease, ok)
 
     def tick(self, now_ms: int) -> None:
         """Queues the time, which never goes back."""
@@ -131,10 +170,16 @@ class ControlPlane:
         rows, token_ids = self._scheduler.take_events()
         return SequenceEvents(rows, token_ids)
 
+    def take_kv_events(self) -> KvEvents:
+        """What the prefix index gained and lost since the last call; the arrays are the caller's."""
+        rows, token_ids = self._scheduler.take_kv_events()
+        return KvEvents(rows, token_ids)
+
     def stats(self) -> ControlStats:
         """Counters and gauges; costs the same whatever the load."""
         return ControlStats(*self._scheduler.stats())
 
     def has_work(self) -> bool:
-        """Whether any request has not ended, or has ended and still waits for a step in flight."""
+        """Whether any request has not ended, or has ended and still waits for a step or transfer in flight. Pages held
+        for a session are no work."""
         return self._scheduler.has_work()

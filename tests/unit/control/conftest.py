@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tokenspeed.control import ControlPlane, Refusal
-from tokenspeed.core.plan import FinishCode, RequestKey, RowKind, StepPlan, StepResult
+from tokenspeed.core.plan import CacheGroup, FinishCode, GroupKind, RequestKey, RowKind, StepPlan, StepResult
 
 END = 1
 
@@ -41,10 +41,11 @@ class Sequence:
 
 @dataclass
 class Driver:
-    """depth 1 plans a step while another is in flight."""
+    """depth 1 plans a step while another is in flight. acks: transfers are acknowledged before the next plan."""
 
     plane: ControlPlane
     depth: int = 0
+    acks: bool = True
     sequences: dict[RequestKey, Sequence] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     plans: list[list[list[int]]] = field(default_factory=list)
@@ -52,6 +53,9 @@ class Driver:
     forced: dict[RequestKey, dict[int, int]] = field(default_factory=dict)
     bad_rows: set[RequestKey] = field(default_factory=set)
     bad_step: bool = False
+    loads: list[list[int]] = field(default_factory=list)
+    stores: list[list[int]] = field(default_factory=list)
+    unanswered: list[int] = field(default_factory=list)
     _seats: dict[int, tuple[RequestKey, list[int]]] = field(default_factory=dict)
     _in_flight: deque[tuple[StepResult, list[RequestKey]]] = field(default_factory=deque)
 
@@ -65,6 +69,10 @@ class Driver:
         return key
 
     def apply(self) -> None:
+        if self.acks:
+            for lease in self.unanswered:
+                self.plane.transfer_done(lease, True)
+            self.unanswered.clear()
         self.refusals += self.plane.apply()
         self.take_events()
 
@@ -92,6 +100,7 @@ class Driver:
         self.apply()
         for _ in range(num_steps_max):
             if not self.plane.has_work() and not self._in_flight:
+                self.apply()
                 return
             self.step()
         raise AssertionError(f"work left after {num_steps_max} steps: {self.plane.stats()}")
@@ -112,6 +121,9 @@ class Driver:
         assert start == len(events.token_ids)
 
     def _run(self, plan: StepPlan) -> None:
+        self.loads += plan.load.tolist()
+        self.stores += plan.store.tolist()
+        self.unanswered += sorted({row[0] for row in [*plan.load.tolist(), *plan.store.tolist()]})
         for seat, index, generation in plan.seated.tolist():
             key = RequestKey(index, generation)
             sequence = self.sequences[key]
@@ -145,12 +157,14 @@ class Driver:
 
 @pytest.fixture
 def new_driver() -> Callable[..., Driver]:
-    """Makes a driver; options not given are those of a small plane with room to spare."""
+    """Makes a driver; options not given are those of a small plane with room to spare: without groups, one of full
+    attention."""
 
-    def make(depth: int = 0, **options) -> Driver:
+    def make(
+        depth: int = 0, *, num_blocks: int = 256, block_size: int = 16, num_host_blocks: int = 0, **options
+    ) -> Driver:
         defaults = {
-            "num_blocks": 256,
-            "block_size": 16,
+            "groups": (CacheGroup(GroupKind.FULL, block_size, num_blocks, num_host_blocks),),
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
             "max_model_len": 4096,

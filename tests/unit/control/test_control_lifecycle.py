@@ -7,6 +7,7 @@ import pytest
 
 from tokenspeed.control import CheckError
 from tokenspeed.core.plan import FinishCode, RequestKey, RowKind
+from tokenspeed.core.request import Retention
 
 
 def assert_idle(driver):
@@ -268,3 +269,137 @@ def test_one_block_in_want_takes_one_victim(new_driver, depth):
     assert (stats.num_preemptions, stats.num_running, stats.num_waiting) == (1, 2, 1)
     assert_idle(driver)
     assert driver.sequences[RequestKey(1, 0)].num_seatings == 1
+
+
+def hold(driver, index, prompt, *, ttl_s=10.0, priority=0, session="s", max_new=2):
+    """A turn that has ended and is held."""
+    retain = Retention(session, ttl_s, priority)
+    key = driver.submit(index, prompt, max_new, retain=retain)
+    driver.run()
+    assert driver.sequences[key].finish is FinishCode.LENGTH
+    return key
+
+
+def test_a_held_request_has_ended_and_keeps_its_pages(new_driver, depth):
+    driver = new_driver(depth)
+    key = hold(driver, 0, range(64))
+    stats = driver.plane.stats()
+    assert (stats.num_held, stats.used_blocks, stats.num_running) == (1, 4, 0)
+    assert not driver.plane.has_work()
+    other = driver.submit(0, range(500, 520), 2, generation=1)  # the index is free, the old key stays valid
+    driver.run()
+    assert driver.sequences[other].finish is FinishCode.LENGTH
+    driver.plane.release(key)
+    driver.apply()
+    stats = driver.plane.stats()
+    assert (stats.num_held, stats.used_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize(("now_ms", "num_held"), [(9_999, 1), (10_000, 0)])
+def test_a_hold_ends_with_its_time_to_live(new_driver, now_ms, num_held):
+    driver = new_driver()
+    hold(driver, 0, range(64), ttl_s=10.0)
+    driver.plane.tick(now_ms)
+    driver.apply()
+    assert driver.plane.stats().num_held == num_held
+    assert driver.plane.stats().used_blocks == 4 * num_held
+
+
+@pytest.mark.parametrize("when", ["before the end", "after the end"])
+@pytest.mark.parametrize("deadline_ms", [3_000, 30_000])
+def test_retain_moves_the_end_of_a_hold(new_driver, when, deadline_ms):
+    driver = new_driver()
+    key = driver.submit(0, range(64), 4, retain=Retention("s", 10.0))
+    driver.step()
+    if when == "after the end":
+        driver.run()
+    driver.plane.retain(key, deadline_ms)
+    driver.run()
+    for now_ms, num_held in ((deadline_ms - 1, 1), (deadline_ms, 0)):
+        driver.plane.tick(now_ms)
+        driver.apply()
+        assert driver.plane.stats().num_held == num_held
+
+
+def test_release_before_the_end_leaves_nothing_held(new_driver, depth):
+    driver = new_driver(depth)
+    key = driver.submit(0, range(64), 4, retain=Retention("s", 10.0))
+    driver.step()
+    driver.plane.release(key)
+    driver.run()
+    assert (driver.plane.stats().num_held, driver.plane.stats().used_blocks) == (0, 0)
+
+
+def test_the_next_turn_takes_over_what_its_session_holds(new_driver, depth):
+    driver = new_driver(depth)
+    key = hold(driver, 0, range(64))
+    history = [*range(64), *driver.sequences[key].generated]
+    turn = driver.submit(1, [*history, *range(900, 950)], 2, retain=Retention("s", 10.0))
+    driver.run()
+    assert driver.sequences[turn].cached_len == 64
+    assert driver.plane.stats().num_held == 1  # its own; the first turn's hold is superseded
+    assert driver.plane.stats().used_blocks == (len(history) + 50 + 1) // 16
+
+
+def test_a_fork_leaves_the_hold_of_another_session_alone(new_driver):
+    driver = new_driver()
+    key = hold(driver, 0, range(64), session="parent")
+    child = driver.submit(1, [*range(64), *range(900, 950)], 2, retain=Retention("child", 10.0))
+    driver.run()
+    assert driver.sequences[child].cached_len == 64
+    assert driver.plane.stats().num_held == 2
+    driver.plane.release(key)
+    driver.apply()
+    assert driver.plane.stats().used_blocks == 7  # the shared four are the child's now
+
+
+def test_pressure_takes_the_least_urgent_hold_first(new_driver):
+    driver = new_driver(num_blocks=12, max_model_len=200)
+    hold(driver, 0, range(100, 164), priority=0, session="kept")
+    hold(driver, 1, range(200, 264), priority=5, session="goes")
+    driver.submit(2, range(300, 380), 2)
+    driver.run()
+    assert driver.plane.stats().num_held == 1
+    for index, start, cached in ((3, 100, 48), (4, 200, None)):
+        key = driver.submit(index, range(start, start + 64), 1)
+        driver.run()
+        assert cached is None or driver.sequences[key].cached_len == cached
+
+
+def test_a_finish_holds_only_what_it_keeps(new_driver, depth):
+    driver = new_driver(depth)
+    key = driver.submit(0, range(60), 60, retain=Retention("s", 10.0))
+    while len(driver.sequences[key].generated) < 40:
+        driver.step()
+    driver.plane.finish(key, 5)
+    driver.run()
+    assert driver.plane.stats().num_held == 1
+    assert driver.plane.stats().used_blocks == 65 // 16
+
+
+@pytest.mark.parametrize("reach", STATES)
+def test_a_deadline_ends_a_request_in_every_state(new_driver, reach):
+    driver = new_driver()
+    key = driver.submit(0, range(150), 50, deadline_ms=100)
+    reach(driver, key)
+    driver.plane.tick(99)
+    driver.apply()
+    assert driver.sequences[key].finish is FinishCode.NONE
+    driver.plane.tick(100)
+    driver.apply()
+    assert driver.sequences[key].finish is FinishCode.DEADLINE
+    assert_idle(driver)
+
+
+@pytest.mark.parametrize("end", ["cancel", "fault"])
+def test_only_a_good_end_is_held(new_driver, end):
+    driver = new_driver()
+    key = driver.submit(0, range(30), 50, retain=Retention("s", 10.0))
+    start_decode(driver, key)
+    if end == "cancel":
+        driver.plane.cancel(key)
+    else:
+        driver.bad_rows = {key}
+    driver.run()
+    assert driver.plane.stats().num_held == 0
+    assert_idle(driver)

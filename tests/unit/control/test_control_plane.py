@@ -7,7 +7,19 @@ import numpy as np
 import pytest
 
 from tokenspeed.control import CheckError
-from tokenspeed.core.plan import FinishCode, RequestKey, RowField, RowKind, StepResult
+from tokenspeed.core.plan import (
+    CacheGroup,
+    FinishCode,
+    GroupKind,
+    HostStore,
+    KvEventKind,
+    KvTier,
+    RequestKey,
+    RowField,
+    RowKind,
+    StepResult,
+)
+from tokenspeed.core.request import ContentSpan
 
 END = 1
 
@@ -288,3 +300,160 @@ def test_a_malformed_result_is_refused_before_anything_changes(new_driver, offse
 def test_a_check_is_an_assertion_and_a_runtime_error():
     assert issubclass(CheckError, AssertionError)
     assert issubclass(CheckError, RuntimeError)
+
+
+def test_adapters_do_not_share(new_driver):
+    driver = new_driver()
+    for index, adapter in enumerate(["", "a", "a"]):
+        driver.submit(index, range(64), 1, adapter=adapter)
+        driver.run()
+    assert [driver.sequences[RequestKey(index, 0)].cached_len for index in range(3)] == [0, 0, 48]
+
+
+def test_placeholders_match_only_with_the_same_contents(new_driver):
+    driver = new_driver()
+    # An image of 10 placeholder tokens in the second and third block.
+    for index, content in enumerate([7, 8, 7]):
+        driver.submit(index, range(64), 1, spans=(ContentSpan(25, 10, 1, content),))
+        driver.run()
+    assert [driver.sequences[RequestKey(index, 0)].cached_len for index in range(3)] == [0, 16, 48]
+
+
+HYBRID = (
+    CacheGroup(GroupKind.FULL, 16, 256),
+    CacheGroup(GroupKind.FULL, 32, 128),
+    CacheGroup(GroupKind.WINDOW, 16, 128, window=64),
+    CacheGroup(GroupKind.RECURRENT, 32, 64),
+)
+
+
+def test_all_groups_resume_at_one_boundary(new_driver, depth, after):
+    driver = new_driver(depth, groups=HYBRID)
+    prompt = list(range(300))
+    for generation in range(3):
+        key = driver.submit(0, prompt, 5, generation=generation)
+        driver.run()
+        assert driver.sequences[key].generated == after(prompt, 5)
+        assert driver.sequences[key].cached_len == (288 if generation else 0)
+    assert driver.plane.stats().used_blocks == 0
+
+
+def test_expired_pages_of_a_window_become_holes(new_driver, depth):
+    driver = new_driver(depth, groups=(CacheGroup(GroupKind.WINDOW, 16, 64, window=32),), max_num_batched_tokens=32)
+    driver.submit(0, range(20), 300)
+    table, most = {}, 0
+    driver.apply()
+    while driver.plane.has_work():
+        plan = driver.step()
+        for _, group, block, page in plan.page_delta.tolist() if plan else ():
+            assert group == 0
+            table[block] = page
+            most = max(most, sum(page != 0 for page in table.values()))
+    assert sum(page == 0 for page in table.values()) >= 16
+    assert most <= 8
+
+
+def host_driver(new_driver, depth=0, **options):
+    return new_driver(depth, num_blocks=8, num_host_blocks=64, max_model_len=129, **options)
+
+
+@pytest.mark.parametrize("host_store", HostStore)
+def test_an_evicted_prefix_comes_back_from_the_host(new_driver, depth, host_store, after):
+    driver = host_driver(new_driver, depth, host_store=host_store)
+    for index in range(4):
+        driver.submit(index, range(1000 * index, 1000 * index + 64), 4)
+        driver.run()
+    assert driver.plane.stats().stored_blocks >= 4
+    key = driver.submit(4, [*range(64), 5], 4)
+    driver.run()
+    assert driver.sequences[key].cached_len == 64
+    assert driver.sequences[key].generated == after([*range(64), 5], 4)
+    assert driver.plane.stats().loaded_tokens == 64
+    assert len(driver.loads) == 4
+    assert driver.plane.stats().num_transfers == 0
+
+
+def test_rows_wait_for_the_load_and_a_failed_one_is_computed_instead(new_driver, after):
+    driver = host_driver(new_driver)
+    for index in range(4):
+        driver.submit(index, range(1000 * index, 1000 * index + 64), 4)
+        driver.run()
+    driver.acks = False
+    key = driver.submit(4, [*range(64), 5], 4)
+    driver.apply()
+    plan = driver.plan()
+    driver.advance()
+    assert plan.rows.shape == (0, 5)
+    (lease,) = {row[0] for row in driver.loads}
+    assert driver.plan() is None
+    driver.plane.transfer_done(lease + 1000, True)  # unknown
+    driver.apply()
+    assert driver.plan() is None
+    driver.plane.transfer_done(lease, False)
+    driver.plane.transfer_done(lease, True)  # late
+    driver.acks = True
+    driver.run()
+    assert driver.sequences[key].generated == after([*range(64), 5], 4)
+    assert driver.plane.stats().loaded_tokens == 0
+
+
+def replayed(index, events):
+    """The index after the events; a removal names what is there, and nothing is stored twice."""
+    start = 0
+    for kind, tier, group, *words, num_tokens in events.rows.tolist():
+        block, parent = (tier, group, *words[:2]), tuple(words[2:])
+        token_ids = tuple(events.token_ids[start : start + num_tokens].tolist())
+        start += num_tokens
+        if kind == KvEventKind.STORED:
+            assert block not in index
+            index[block] = (parent, token_ids)
+        else:
+            del index[block]
+    assert start == len(events.token_ids)
+    return index
+
+
+def test_kv_events_replay_to_the_index(new_driver, depth):
+    driver = host_driver(new_driver, depth, kv_events=True)
+    index = {}
+    for number in range(6):
+        driver.submit(number, range(1000 * number, 1000 * number + 64), 4)
+        driver.run()
+        replayed(index, driver.plane.take_kv_events())
+    stats = driver.plane.stats()
+    by_tier = [[block for block in index if block[0] == tier] for tier in KvTier]
+    assert [len(blocks) for blocks in by_tier] == [stats.cached_blocks, stats.host_used_blocks]
+    # A chain of device blocks spells the prompt.
+    ids = {block[2:]: value for block, value in index.items() if block[0] == KvTier.DEVICE}
+    last = [token_ids for _, token_ids in ids.values() if token_ids[-1] == 5063]
+    assert last == [tuple(range(5048, 5064))]
+    assert len(driver.plane.take_kv_events().rows) == 0
+
+
+def test_without_kv_events_none_are_kept(new_driver):
+    driver = new_driver()
+    driver.submit(0, range(64), 4)
+    driver.run()
+    assert driver.plane.take_kv_events().rows.shape == (0, 8)
+
+
+def test_partitions_have_seats_of_their_own_and_follow_warm_pages(new_driver, after):
+    driver = new_driver(num_partitions=2, max_num_seqs=2)
+    first = driver.submit(0, range(64), 2, partition_hint=1)
+    driver.run()
+    assert {row[0] // 2 for rows in driver.plans for row in rows} == {1}
+    again = driver.submit(1, range(64), 2)
+    driver.run()
+    assert driver.sequences[again].cached_len == 48
+    assert driver.sequences[first].generated == driver.sequences[again].generated == after(list(range(64)), 2)
+
+
+def test_drafted_tokens_are_refunded(new_driver):
+    driver = new_driver()
+    key = driver.submit(0, range(30), 8, draft_width=3)
+    driver.run()
+    widths = [row[RowField.DRAFT_LEN] for rows in driver.plans for row in rows]
+    assert max(widths) == 3
+    assert driver.sequences[key].finish is FinishCode.LENGTH
+    assert len(driver.sequences[key].generated) == 8
+    assert driver.plane.stats().used_blocks == 0

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "page.h"
 #include "types.h"
 
@@ -67,7 +68,7 @@ template <class Kind>
 struct Expired {
   PartitionId partition;
   Group group;
-  SealedDevicePage<Kind> page;
+  ExpiredPage<Kind> page;
 };
 template <class Kind>
 using ExpiredPages = std::vector<Expired<Kind>>;
@@ -104,6 +105,11 @@ class StepLedger {
   const RowWork& settle_next();
   // After all rows: the pages that nobody has in a table any more. The caller empties them.
   [[nodiscard]] PerKind<ExpiredPages>& expired();
+  template <class Kind>
+  [[nodiscard]] SealedDevicePage<Kind> retire(ExpiredPage<Kind>&& page) {
+    TS_CHECK(settling_ && num_settled_ == records_[first_].rows.size(), "page", page.page(), "settled", num_settled_);
+    return std::move(page.sealed_);
+  }
   void end_settling();
   // Only while a step that did not fault is being settled.
   [[nodiscard]] StepReceipt receipt() const;

@@ -13,6 +13,8 @@ namespace tokenspeed::control {
 
 template <class Tier, class Kind>
 class BlockPool;
+template <class Kind>
+class PageTable;
 class SeatPool;
 class StepLedger;
 class TransferLedger;
@@ -163,6 +165,28 @@ template <class Kind>
 using WritableDevicePage = WritablePage<DevicePage<Kind>>;
 template <class Kind>
 using SealedDevicePage = SealedPage<DevicePage<Kind>>;
+
+// A page that has left its sequence's table while steps in flight may still read it. It cannot be released: only the
+// ledger, when it is told that the step has retired, makes a share of it again.
+template <class Kind>
+class [[nodiscard]] ExpiredPage {
+ public:
+  ExpiredPage(ExpiredPage&&) noexcept = default;
+  ExpiredPage& operator=(ExpiredPage&&) = default;  // NOLINT(bugprone-exception-escape)
+  ExpiredPage(const ExpiredPage&) = delete;
+  ExpiredPage& operator=(const ExpiredPage&) = delete;
+  ~ExpiredPage() = default;
+
+  [[nodiscard]] DevicePage<Kind> page() const { return sealed_.page(); }
+  void forfeit(const Teardown& teardown) noexcept { sealed_.forfeit(teardown); }
+
+ private:
+  friend class StepLedger;
+  friend class PageTable<Kind>;
+  explicit ExpiredPage(SealedDevicePage<Kind>&& sealed) : sealed_(std::move(sealed)) {}
+
+  SealedDevicePage<Kind> sealed_;
+};
 
 // The right to a seat.
 class [[nodiscard]] SeatHold : private Handle<Seat, SeatPool> {

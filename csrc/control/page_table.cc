@@ -54,12 +54,12 @@ const SealedDevicePage<Kind>& PageTable<Kind>::seal(Blocks block, Pool& pool, co
 }
 
 template <class Kind>
-std::optional<SealedDevicePage<Kind>> PageTable<Kind>::expire_first() {
+std::optional<ExpiredPage<Kind>> PageTable<Kind>::expire_first() {
   TS_CHECK(base_ < sealed_until_ && head_ < entries_.size(), "first", base_, "sealed", sealed_until_, "size", size());
   Entry& entry = entries_[head_];
-  std::optional<SealedDevicePage<Kind>> page;
+  std::optional<ExpiredPage<Kind>> page;
   if (auto* sealed = std::get_if<SealedDevicePage<Kind>>(&entry)) {
-    page.emplace(std::move(*sealed));
+    page = ExpiredPage<Kind>(std::move(*sealed));
   }
   entry.template emplace<std::monostate>();
   base_ += kOne;

@@ -36,7 +36,7 @@ class PageTable {
   const SealedDevicePage<Kind>& seal(Blocks block, Pool& pool, const Receipt& receipt);
   // Makes a hole of the first block and hands its page, if it is not a hole already, to whoever keeps it until the step
   // retires. Only what is sealed expires.
-  [[nodiscard]] std::optional<SealedDevicePage<Kind>> expire_first();
+  [[nodiscard]] std::optional<ExpiredPage<Kind>> expire_first();
   // Deepest first, so that among blocks last used together the deeper ones are evicted first.
   void give_back(Pool& pool, const Retirement& retirement);
   // Of a sequence that ends and is held: shares of its first blocks stay, the rest goes.

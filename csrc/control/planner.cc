@@ -60,7 +60,7 @@ void Scheduler::plan_expiry(StepPlan& plan) {
     grant.home().each(grant.tables(), [&]<class Kind>(CacheGroup<Kind>& group, PageTable<Kind>& table) {
       while (group.expires_at(table) <= sequence->computed()) {
         const Blocks block = table.first();
-        if (std::optional<SealedDevicePage<Kind>> page = table.expire_first()) {
+        if (std::optional<ExpiredPage<Kind>> page = table.expire_first()) {
           plan.page_delta.push({grant.seat().value(), group.id().value(), narrow(block.value()), 0});
           ledger_.keep_until_retired(
               Expired<Kind>{.partition = grant.home().id(), .group = group.id(), .page = std::move(*page)});

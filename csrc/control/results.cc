@@ -127,7 +127,7 @@ void Scheduler::release_expired() {
   ledger_.expired().each([&]<class Kind>(std::vector<Expired<Kind>>& pages) {
     for (Expired<Kind>& expired : pages) {
       Partition& partition = partitions_[static_cast<std::size_t>(expired.partition.value())];
-      partition.group<Kind>(expired.group).release_expired(std::move(expired.page));
+      partition.group<Kind>(expired.group).release_expired(ledger_.retire(std::move(expired.page)));
     }
     if (!pages.empty()) {
       blocked_.reset();

@@ -24,7 +24,7 @@ struct Why {
 
 // The pair leads to one of these states.
 template <class... Next>
-struct To {
+struct [[nodiscard]] To {
   std::variant<Next...> next;
   template <class S>
   To(S&& state) : next(std::forward<S>(state)) {}  // NOLINT
@@ -249,18 +249,35 @@ struct Transitions {
   static Draining drain(Seated& state, Fate fate, FinishCode reason, bool holds = false);
 };
 
+template <class Result>
+inline constexpr bool kIsOutcome = false;
+template <class... Next>
+inline constexpr bool kIsOutcome<To<Next...>> = true;
+template <Why Reason>
+inline constexpr bool kIsOutcome<Ignore<Reason>> = true;
+template <Why Reason>
+inline constexpr bool kIsOutcome<Illegal<Reason>> = true;
+
+// An overload of exactly this pair: one that takes the state or the signal by a conversion does not count.
 template <class Table, class S, class Signal>
-concept HandlesPair = requires(S&& state, Signal&& incoming) { Table::on(std::move(state), std::move(incoming)); };
+concept HandlesPair = requires(S&& state, Signal&& incoming) {
+  static_cast<decltype(Table::on(std::move(state), std::move(incoming))) (*)(S&&, Signal&&)>(&Table::on);
+  requires kIsOutcome<decltype(Table::on(std::move(state), std::move(incoming)))>;
+};
+
+// A table that takes what no list names has a fallback.
+struct NoState {};
+struct NoSignal {};
 
 template <class Table, class S, class... Signal>
 consteval bool handles_signals(TypeList<Signal...>) {
-  return (HandlesPair<Table, S, Signal> && ...);
+  return (HandlesPair<Table, S, Signal> && ...) && !HandlesPair<Table, S, NoSignal>;
 }
 
 // Every state with every signal.
-template <class Table, class... S>
-consteval bool handles_all(const std::variant<S...>*, auto signals) {
-  return (handles_signals<Table, S>(signals) && ...);
+template <class Table, class... S, class... Signal>
+consteval bool handles_all(const std::variant<S...>*, TypeList<Signal...> signals) {
+  return (handles_signals<Table, S>(signals) && ...) && !(HandlesPair<Table, NoState, Signal> || ...);
 }
 
 static_assert(handles_all<Transitions>(static_cast<const State*>(nullptr), Signals()),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from tokenspeed.llm.engine_client import EngineClient
 from tokenspeed.llm.input_processor import TokensPrompt
 from tokenspeed.llm.llm import joined
 from tokenspeed.llm.outputs import RequestOutput
+from tokenspeed.transfer import BlockMover, FinishedMove, host
 
 T = TypeVar("T")
 
@@ -275,6 +277,46 @@ def test_a_host_tier_that_fills_up_loses_blocks_and_nothing_else(
     assert tiered.token_ids == roomy.token_ids
     assert tiered.stats.stored_blocks > 0
     assert tiered.stats.host_used_blocks <= tiered.stats.host_total_blocks == TIGHT // 2 // BLOCK_SIZE
+
+
+class LateMover:
+    """Moves each lease some time after it was asked to, in any order; fails one in ten of them and tells one in ten
+    twice."""
+
+    def __init__(self, mover: BlockMover) -> None:
+        self._mover = mover
+        self._dice = random.Random(0)
+        self._waiting: list[tuple[float, int, NDArray[np.int32], NDArray[np.int32]]] = []
+
+    def start(self, load: NDArray[np.int32], store: NDArray[np.int32]) -> None:
+        for lease in {*load[:, 0].tolist(), *store[:, 0].tolist()}:
+            due = time.monotonic() + self._dice.choice((0.0, 0.001, 0.01))
+            self._waiting.append((due, lease, load[load[:, 0] == lease], store[store[:, 0] == lease]))
+
+    def poll(self) -> tuple[FinishedMove, ...]:
+        now = time.monotonic()
+        due = [each for each in self._waiting if each[0] <= now]
+        self._waiting = [each for each in self._waiting if each[0] > now]
+        told: list[FinishedMove] = []
+        for _, lease, load, store in self._dice.sample(due, len(due)):
+            if self._dice.random() < 0.1:
+                told.append((lease, False))
+                continue
+            self._mover.start(load, store)
+            told += self._mover.poll() * self._dice.choice((1,) * 9 + (2,))
+        return tuple(told)
+
+
+@pytest.mark.parametrize("host_store", ["seal", "pressure"])
+def test_transfers_may_be_late_or_fail(
+    serve: Callable[..., Outcome], roomy: Outcome, monkeypatch: pytest.MonkeyPatch, host_store: str
+) -> None:
+    build = host.build
+    monkeypatch.setattr(host, "build", lambda groups: LateMover(build(groups)))
+    tiered = serve(kv_tokens=TIGHT, host_tokens=HOST, host_store=host_store)
+    assert tiered.token_ids == roomy.token_ids
+    assert tiered.stats.loaded_tokens > 0
+    assert (tiered.stats.num_held, tiered.stats.used_blocks) == (0, 0)
 
 
 async def _whole(llm: AsyncLLM, prompt: Sequence[int], **fields: object) -> RequestOutput:

@@ -26,7 +26,7 @@ _NAMES_SHOWN = 3
 def load_weights(model: CausalLM, weights: Weights, path: Path, progress: ProgressFn | None = None) -> None:
     """Raises CheckpointError, before anything is read, when a tensor is missing, surplus or of another shape than the
     model's; path is for the message."""
-    weight_map = model.weight_map()
+    weight_map = model.weight_map().for_checkpoint(weights.infos() or ())
     _assert_covers(model, weight_map)
     names = _match(weight_map, weights, path)
     for done, (slot, name) in enumerate(zip(weight_map, names, strict=True)):

@@ -7,7 +7,6 @@ kernels, steps or other families.
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -20,39 +19,22 @@ from tokenspeed.core.errors import CheckpointError, UnsupportedModelError
 from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.forward_batch import ForwardBatch
-from tokenspeed.layers.linear import FusedLinear, Linear
 from tokenspeed.layers.rotary import LinearScaling, RotarySpec, WavelengthScaling, YarnScaling, yarn_temperature
+from tokenspeed.layers.weight_map import (
+    Names,
+    WeightEntry,
+    WeightMap,
+    WeightSlot,
+    linear_slots,
+    part_slots,
+    renamed,
+    slot,
+    under,
+)
+
+__all__ = ["WeightEntry", "WeightMap", "WeightSlot", "linear_slots", "part_slots", "slot", "under"]
 
 Config = Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSlot:
-    """Where one checkpoint tensor goes. names: the first that the checkpoint has is read. target: a view of a
-    parameter (fused parameters have a slot for each part), of exactly the checkpoint tensor's shape."""
-
-    names: tuple[str, ...]
-    target: torch.Tensor
-
-    @property
-    def name(self) -> str:
-        """The usual name, for messages."""
-        return self.names[0]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightMap:
-    """All slots of a model. ignored: shell patterns of names that a checkpoint may have and the model does not read."""
-
-    slots: tuple[WeightSlot, ...]
-    ignored: tuple[str, ...]
-
-    def __iter__(self) -> Iterator[WeightSlot]:
-        return iter(self.slots)
-
-    def ignores(self, name: str) -> bool:
-        """Whether a surplus tensor of this name is expected."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
 class CausalLM(Protocol):
@@ -241,24 +223,6 @@ def context_len_of(fields: ConfigFields, spec: RotarySpec) -> int:
     return context_len
 
 
-def slot(name: str, target: torch.Tensor) -> WeightSlot:
-    """A slot with one name."""
-    return WeightSlot((name,), target.data)
-
-
-def linear_slots(prefix: str, linear: Linear) -> list[WeightSlot]:
-    """`prefix`.weight and, where the layer has one, `prefix`.bias."""
-    slots = [slot(f"{prefix}.weight", linear.weight)]
-    return slots if linear.bias is None else [*slots, slot(f"{prefix}.bias", linear.bias)]
-
-
-def part_slots(prefix: str, fused: FusedLinear, part: str) -> list[WeightSlot]:
-    """As linear_slots, for one part of a fused layer."""
-    weight, bias = fused.part(part)
-    slots = [slot(f"{prefix}.weight", weight)]
-    return slots if bias is None else [*slots, slot(f"{prefix}.bias", bias)]
-
-
 def _original_len(fields: ConfigFields, rope: ConfigFields) -> int:
     outer = fields.optional_integer("original_max_position_embeddings")
     return outer or rope.integer("original_max_position_embeddings", fields.integer("max_position_embeddings"))
@@ -286,16 +250,15 @@ def _text_part(outer_type: str, family: Family) -> Family:
     def build(config: Config, ctx: BuildContext) -> CausalLM:
         model = family.build(ConfigFields(config).section("text_config"), ctx)
         plain = model.weight_map()
-        slots = tuple(WeightSlot(_prefixed(each.names), each.target) for each in plain.slots)
         ignored = tuple(name for pattern in plain.ignored for name in _prefixed((pattern,)))
-        widened = WeightMap(slots, ignored + _OTHER_MODALITIES)
+        widened = WeightMap(tuple(renamed(plain.slots, _prefixed)), ignored + _OTHER_MODALITIES)
         model.weight_map = lambda: widened  # type: ignore[method-assign]
         return model
 
     return Family(outer_type, build)
 
 
-def _prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
+def _prefixed(names: Names) -> Names:
     """The names a multimodal checkpoint may give to a text tensor, older spelling first."""
     older = [f"language_model.{name}" for name in names]
     newer = [f"model.language_model.{name.removeprefix('model.')}" for name in names]

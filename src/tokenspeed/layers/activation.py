@@ -1,15 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated feed-forward block: activation(gate) * up, between two projections. Knows no family."""
+"""Gated activations, and the feed-forward block around them: activation(gate) * up, between two projections. Knows no
+family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.linear import FusedLinear, Linear
+from tokenspeed.layers.weight_map import Names, WeightSlot, linear_slots, part_slots
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit` and up within ±limit before that.
+
+    (T, 2 F) with gate and up in turn, gate first -> (T, F), computed in float32 and rounded once.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __call__(self, x_TF: torch.Tensor) -> torch.Tensor:
+        gate_TF = x_TF[:, 0::2].float().clamp(max=self.limit)
+        up_TF = x_TF[:, 1::2].float().clamp(-self.limit, self.limit)
+        return (gate_TF * torch.sigmoid(self.alpha * gate_TF) * (up_TF + 1)).to(x_TF.dtype)
+
+
+Activation = str | ClampedSwiglu
+"""What gates: an op, silu_mul or gelu_tanh_mul, or a formula of its own."""
+
+
+def activate_with(ctx: BuildContext, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function (T, 2 F) -> (T, F)."""
+    return ctx.bind(activation) if isinstance(activation, str) else activation
+
+
+def gate_and_up_rows(activation: Activation, ff_size: int) -> tuple[slice, slice]:
+    """Which of 2 * ff_size outputs of a projection the activation reads as gate, and which as up."""
+    if isinstance(activation, ClampedSwiglu):
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, ff_size), slice(ff_size, None)
 
 
 class GatedMLP(nn.Module):
@@ -19,7 +54,16 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = FusedLinear(ctx, hidden_size, {"gate": ff_size, "up": ff_size}, bias)
         self.down = Linear(ctx, ff_size, hidden_size, bias)
-        self._activate: Callable[[torch.Tensor], torch.Tensor] = ctx.bind(activation)
+        self._activate = activate_with(ctx, activation)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.down(self._activate(self.gate_up(x_TD)))  # type: ignore[no-any-return]
+
+    def weight_slots(self, names: Names) -> list[WeightSlot]:
+        """names: module names of gate, up and down, or of gate and up as one and down."""
+        if len(names) == 2:
+            return linear_slots(names[0], self.gate_up) + linear_slots(names[1], self.down)
+        gate, up, down = names
+        return (
+            part_slots(gate, self.gate_up, "gate") + part_slots(up, self.gate_up, "up") + linear_slots(down, self.down)
+        )

@@ -6,6 +6,7 @@ Ops are bound here once and never on the launch path. Knows no op.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -14,7 +15,7 @@ from tokenspeed.kernels.registry import BoundKernel, Kernel, KernelContext, bind
 
 
 class BuildContext:
-    """Device, dtype and kernels of one model. `bindings` is the table of what was bound so far, by op."""
+    """Device, dtype and kernels of one model. `bindings` is the table of what was bound so far, by op and features."""
 
     def __init__(self, device: str, dtype: torch.dtype, overrides: Mapping[str, str] | None = None) -> None:
         self.device = device
@@ -23,12 +24,15 @@ class BuildContext:
         self.bindings: dict[str, BoundKernel] = {}
         check_overrides(self.kernels.overrides)
 
-    def bind(self, op: str) -> Kernel:
-        """The callable of `op`; the same one for every layer of the model. ConfigError as in registry.bind."""
-        if op not in self.bindings:
-            self.bindings[op] = bind(op, self.kernels)
-        return self.bindings[op].call
+    def bind(self, op: str, *features: str) -> Kernel:
+        """The callable of `op` that has these features; the same one for every layer of the model that asks alike.
+        ConfigError as in registry.bind."""
+        key = "+".join((op, *sorted(features)))
+        if key not in self.bindings:
+            self.bindings[key] = bind(op, dataclasses.replace(self.kernels, features=frozenset(features)))
+        return self.bindings[key].call
 
-    def empty(self, *shape: int) -> torch.nn.Parameter:
-        """A parameter of the model's dtype whose values the loader fills in."""
-        return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """A parameter whose values the loader fills in, of the model's dtype unless it needs one of its own."""
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return torch.nn.Parameter(tensor, requires_grad=False)

@@ -175,11 +175,22 @@ struct AttentionJob {
     }
   }
 
+  // What turns summed values into a mean: the head's sink takes part in the total, without a value of its own.
+  [[nodiscard]] float output_scale(const Softmax& state, std::int64_t head) const {
+    if (args.sinks == nullptr) {
+      return 1.0F / state.total;
+    }
+    const float sink = args.sinks[head];
+    const float top = sink > state.top ? sink : state.top;
+    const float keep = exp(state.top - top);
+    return keep / (state.total * keep + exp(sink - top));
+  }
+
   void store_output(const QueryBlock& block, std::int64_t query, const Softmax& state) const {
     const std::int64_t token = args.query_start[block.row] + block.first_token + query / num_group;
     const std::int64_t head = block.kv_head * num_group + query % num_group;
     T* target = static_cast<T*>(args.out) + (token * args.num_heads + head) * args.head_dim;
-    const float scale = 1.0F / state.total;
+    const float scale = output_scale(state, head);
     for_vectors(args.head_dim,
                 [&](std::int64_t i, int count) { store_upto(target + i, load(state.values + i) * scale, count); });
   }

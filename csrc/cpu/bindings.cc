@@ -43,41 +43,42 @@ void bind_linear(nb::module_& module) {
 }
 
 void bind_attention(nb::module_& module) {
-  module.def(
-      "paged_attention",
-      [](std::uintptr_t q, std::uintptr_t k_pages, std::uintptr_t v_pages, std::uintptr_t out,
-         std::uintptr_t query_start, std::uintptr_t seq_lens, std::uintptr_t block_tables, Int num_rows, Int num_tokens,
-         Int num_heads, Int num_kv_heads, Int head_dim, Int block_size, Int q_token_stride, Int q_head_stride,
-         Int k_page_stride, Int k_slot_stride, Int k_head_stride, Int v_page_stride, Int v_slot_stride,
-         Int v_head_stride, Int table_stride, float scale, Int window, float soft_cap, int dtype) {
-        const AttentionArgs args{at(q),
-                                 at(k_pages),
-                                 at(v_pages),
-                                 at(out),
-                                 array_at<std::int32_t>(query_start),
-                                 array_at<std::int32_t>(seq_lens),
-                                 array_at<std::int32_t>(block_tables),
-                                 num_rows,
-                                 num_tokens,
-                                 num_heads,
-                                 num_kv_heads,
-                                 head_dim,
-                                 block_size,
-                                 q_token_stride,
-                                 q_head_stride,
-                                 k_page_stride,
-                                 k_slot_stride,
-                                 k_head_stride,
-                                 v_page_stride,
-                                 v_slot_stride,
-                                 v_head_stride,
-                                 table_stride,
-                                 scale,
-                                 window,
-                                 soft_cap,
-                                 DType(dtype)};
-        call(kernels().paged_attention, args, kUnlockSize);
-      });
+  module.def("paged_attention",
+             [](std::uintptr_t q, std::uintptr_t k_pages, std::uintptr_t v_pages, std::uintptr_t out,
+                std::uintptr_t query_start, std::uintptr_t seq_lens, std::uintptr_t block_tables, std::uintptr_t sinks,
+                Int num_rows, Int num_tokens, Int num_heads, Int num_kv_heads, Int head_dim, Int block_size,
+                Int q_token_stride, Int q_head_stride, Int k_page_stride, Int k_slot_stride, Int k_head_stride,
+                Int v_page_stride, Int v_slot_stride, Int v_head_stride, Int table_stride, float scale, Int window,
+                float soft_cap, int dtype) {
+               const AttentionArgs args{at(q),
+                                        at(k_pages),
+                                        at(v_pages),
+                                        at(out),
+                                        array_at<std::int32_t>(query_start),
+                                        array_at<std::int32_t>(seq_lens),
+                                        array_at<std::int32_t>(block_tables),
+                                        array_at<float>(sinks),
+                                        num_rows,
+                                        num_tokens,
+                                        num_heads,
+                                        num_kv_heads,
+                                        head_dim,
+                                        block_size,
+                                        q_token_stride,
+                                        q_head_stride,
+                                        k_page_stride,
+                                        k_slot_stride,
+                                        k_head_stride,
+                                        v_page_stride,
+                                        v_slot_stride,
+                                        v_head_stride,
+                                        table_stride,
+                                        scale,
+                                        window,
+                                        soft_cap,
+                                        DType(dtype)};
+               call(kernels().paged_attention, args, kUnlockSize);
+             });
 }
 
 void bind_elementwise(nb::module_& module) {
@@ -90,7 +91,7 @@ void bind_elementwise(nb::module_& module) {
   });
   module.def("rotary",
              [](std::uintptr_t x, std::uintptr_t positions, std::uintptr_t table, Int num_tokens, Int num_heads,
-                Int rotary_dim, Int token_stride, Int head_stride, Int table_stride, int dtype) {
+                Int rotary_dim, Int token_stride, Int head_stride, Int table_stride, bool is_interleaved, int dtype) {
                const RotaryArgs args{at(x),
                                      array_at<Int>(positions),
                                      array_at<float>(table),
@@ -100,6 +101,7 @@ void bind_elementwise(nb::module_& module) {
                                      token_stride,
                                      head_stride,
                                      table_stride,
+                                     is_interleaved,
                                      DType(dtype)};
                call(kernels().rotary, args, num_tokens * num_heads * rotary_dim);
              });

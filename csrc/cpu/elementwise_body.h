@@ -63,6 +63,25 @@ void rms_norm(const RmsNormArgs& args) {
   args.dtype == DType::kFloat32 ? rms_norm_of<float>(args) : rms_norm_of<Bf16>(args);
 }
 
+// Turns `count` pairs that lie side by side.
+template <typename T>
+TOKENSPEED_INLINE void turn_neighbours(T* x, Vec cosine, Vec sine, int count) {
+  T firsts[kLanes] = {};
+  T seconds[kLanes] = {};
+  for (int pair = 0; pair < count; ++pair) {
+    firsts[pair] = x[2 * pair];
+    seconds[pair] = x[2 * pair + 1];
+  }
+  const Vec first = load(firsts);
+  const Vec second = load(seconds);
+  store(firsts, first * cosine - second * sine);
+  store(seconds, second * cosine + first * sine);
+  for (int pair = 0; pair < count; ++pair) {
+    x[2 * pair] = firsts[pair];
+    x[2 * pair + 1] = seconds[pair];
+  }
+}
+
 template <typename T>
 void rotary_of(const RotaryArgs& args) {
   const std::int64_t half = args.rotary_dim / 2;
@@ -72,10 +91,14 @@ void rotary_of(const RotaryArgs& args) {
     for (std::int64_t head = 0; head < args.num_heads; ++head) {
       T* x = static_cast<T*>(args.x) + token * args.token_stride + head * args.head_stride;
       for_vectors(half, [&](std::int64_t i, int count) {
-        const Vec first = load_upto(x + i, count);
-        const Vec second = load_upto(x + half + i, count);
         const Vec cosine = load_upto(cosines + i, count);
         const Vec sine = load_upto(sines + i, count);
+        if (args.is_interleaved) {
+          turn_neighbours(x + 2 * i, cosine, sine, count);
+          return;
+        }
+        const Vec first = load_upto(x + i, count);
+        const Vec second = load_upto(x + half + i, count);
         store_upto(x + i, first * cosine - second * sine, count);
         store_upto(x + half + i, second * cosine + first * sine, count);
       });

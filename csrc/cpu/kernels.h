@@ -30,6 +30,7 @@ struct AttentionArgs {
   const std::int32_t* query_start;
   const std::int32_t* seq_lens;
   const std::int32_t* block_tables;
+  const float* sinks;  // one for each query head, or null
   std::int64_t num_rows, num_tokens, num_heads, num_kv_heads, head_dim, block_size;
   std::int64_t q_token_stride, q_head_stride;
   std::int64_t k_page_stride, k_slot_stride, k_head_stride;
@@ -59,6 +60,7 @@ struct RotaryArgs {
   const float* table;
   std::int64_t num_tokens, num_heads, rotary_dim;
   std::int64_t token_stride, head_stride, table_stride;
+  bool is_interleaved;  // pairs are neighbours, not half a rotation apart
   DType dtype;
 };
 

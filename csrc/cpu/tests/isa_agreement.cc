@@ -95,8 +95,10 @@ void check_linear(const Kernels& set, DType dtype, std::int64_t m, std::int64_t 
   });
 }
 
+constexpr float kSinks[] = {0.5F, -3.0F, 40.0F, -100.0F, 1.0F, 0.0F};  // one for each head
+
 void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, std::int64_t seq_len,
-                     std::int64_t head_dim, std::int64_t window) {
+                     std::int64_t head_dim, std::int64_t window, const float* sinks = nullptr) {
   constexpr std::int64_t kHeads = 6, kKvHeads = 2, kBlock = 16;
   const std::int64_t num_pages = (seq_len + kBlock - 1) / kBlock;
   const auto q = random_values(static_cast<std::size_t>(query_len * kHeads * head_dim), dtype);
@@ -119,6 +121,7 @@ void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, st
                              .query_start = starts.data(),
                              .seq_lens = lens.data(),
                              .block_tables = table.data(),
+                             .sinks = sinks,
                              .num_rows = 1,
                              .num_tokens = query_len,
                              .num_heads = kHeads,
@@ -159,10 +162,13 @@ void check_elementwise(const Kernels& set, DType dtype, std::int64_t rows, std::
   for (std::int64_t row = rows; row > 0; --row) {
     positions.push_back(row - 1);
   }
-  check("rotary", set, count, dtype, [&](const Kernels& kernels, void* out) {
-    std::memcpy(out, x.data(), count * (dtype == DType::kFloat32 ? 4 : 2));
-    kernels.rotary({out, positions.data(), table.data(), rows, 1, rotary_dim, size, size, rotary_dim, dtype});
-  });
+  for (const bool is_interleaved : {false, true}) {
+    check("rotary", set, count, dtype, [&](const Kernels& kernels, void* out) {
+      std::memcpy(out, x.data(), count * (dtype == DType::kFloat32 ? 4 : 2));
+      kernels.rotary(
+          {out, positions.data(), table.data(), rows, 1, rotary_dim, size, size, rotary_dim, is_interleaved, dtype});
+    });
+  }
 }
 
 void check_set(const Kernels& set) {
@@ -179,6 +185,7 @@ void check_set(const Kernels& set) {
       check_attention(set, dtype, 1, 1300, head_dim, 0);
       check_attention(set, dtype, 40, 70, head_dim, 0);
       check_attention(set, dtype, 20, 700, head_dim, 50);
+      check_attention(set, dtype, 3, 40, head_dim, 0, kSinks);
     }
   }
   std::printf("%s: compared with base\n", set.isa);

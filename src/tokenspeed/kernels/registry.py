@@ -56,12 +56,14 @@ Support = Ok | Reason
 @dataclass(frozen=True, slots=True)
 class KernelContext:
     """What a choice may depend on. overrides: op name -> solution name; a trailing `!` skips `supports`.
-    disabled_plugins: entry-point names that are not loaded."""
+    disabled_plugins: entry-point names that are not loaded. features: what the op's contract calls by name and this
+    use of the op asks for."""
 
     device: str
     dtype: torch.dtype
     overrides: Mapping[str, str] = field(default_factory=dict)
     disabled_plugins: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class Solution:
     graph_safe: may be captured in a device graph. deterministic: equal inputs give equal bits.
     batch_invariant: a row's bits do not depend on the other rows of the call.
     weight_layout: how weights must lie in memory ("plain" is row-major as in the checkpoint).
+    features: named parts of the op's contract that the solution has; without a word it has none, and is passed over
+    where one is asked for.
     """
 
     name: str
@@ -81,6 +85,7 @@ class Solution:
     deterministic: bool = True
     batch_invariant: bool = False
     weight_layout: str = "plain"
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +191,11 @@ def _refusing(solution: Solution, text: str) -> Solution:
     return Solution(solution.name, solution.band, lambda _ctx: Reason(text), solution.build)
 
 
+def _support(solution: Solution, ctx: KernelContext) -> Support:
+    lacking = sorted(ctx.features - solution.features)
+    return Reason(f"has no {', '.join(lacking)}") if lacking else solution.supports(ctx)
+
+
 def _obey(
     op: str, ctx: KernelContext, solutions: tuple[Solution, ...], override: str
 ) -> tuple[Solution, tuple[tuple[str, str], ...]]:
@@ -194,7 +204,7 @@ def _obey(
     if chosen is None:
         known = ", ".join(solution.name for solution in solutions)
         raise ConfigError(f"kernel override {op}={override}: no such solution; {op} has {known}")
-    support = chosen.supports(ctx)
+    support = _support(chosen, ctx)
     if isinstance(support, Reason) and not override.endswith("!"):
         raise ConfigError(f"kernel override {op}={override}: {support.text}; {op}={name}! would force it")
     others = [solution for solution in solutions if solution is not chosen]
@@ -207,7 +217,7 @@ def _choose(
     chosen: Solution | None = None
     reasons: list[tuple[str, str]] = []
     for solution in solutions:
-        support = solution.supports(ctx)
+        support = _support(solution, ctx)
         if isinstance(support, Reason):
             reasons.append((solution.name, support.text))
         elif chosen is None:

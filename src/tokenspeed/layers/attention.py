@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tokenspeed.kernels.ops.kv_write import KvWrite
-from tokenspeed.kernels.ops.paged_attention import PagedAttention
+from tokenspeed.kernels.ops.paged_attention import SINKS, PagedAttention
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.forward_batch import ForwardBatch
 
@@ -26,12 +26,14 @@ class KvSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Geometry of one attention layer. scale multiplies q . k; soft_cap bounds the scores smoothly."""
+    """Geometry of one attention layer. scale multiplies q . k; soft_cap bounds the scores smoothly. has_sinks: each
+    head has a learnt score that every token attends beside the others', and that has no value."""
 
     num_heads: int
     kv: KvSpec
     scale: float
     soft_cap: float | None = None
+    has_sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -50,7 +52,8 @@ class Attention(nn.Module):
         self.spec = spec
         self.layer_index = layer_index
         self._kv_write: KvWrite = ctx.bind("kv_write")
-        self._paged_attention: PagedAttention = ctx.bind("paged_attention")
+        self.sinks = _sinks(ctx, spec.num_heads) if spec.has_sinks else None
+        self._paged_attention: PagedAttention = ctx.bind("paged_attention", *((SINKS,) if spec.has_sinks else ()))
 
     def split(self, qkv_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views q (T, H, K), k (T, G, K), v (T, G, K) of a fused projection's output."""
@@ -76,5 +79,10 @@ class Attention(nn.Module):
             scale=self.spec.scale,
             window=self.spec.kv.window,
             soft_cap=self.spec.soft_cap,
+            sinks_H=self.sinks,
         )
         return out_THK.view(q_THK.shape[0], self.spec.q_size)
+
+
+def _sinks(ctx: BuildContext, num_heads: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(num_heads, dtype=torch.float32, device=ctx.device), requires_grad=False)

@@ -102,6 +102,17 @@ def test_nothing_is_replaced_silently(plugins: dict[str, Plugin]) -> None:
         bind("silu_mul", CPU)
 
 
+def test_a_solution_has_no_feature_that_it_does_not_name(plugins: dict[str, Plugin]) -> None:
+    able = dataclasses.replace(solution("fancy"), features=frozenset({"sinks", "log-sum-exp"}))
+    plugins["mine"] = Plugin(PLUGIN_API_VERSION, {"paged_attention": (solution("plain"), able)})
+    with_sinks = dataclasses.replace(CPU, features=frozenset({"sinks"}))
+    bound = bind("paged_attention", with_sinks)
+    assert bound.solution == "fancy"
+    assert ("plain", "has no sinks") in bound.passed_over
+    with pytest.raises(ConfigError, match="has no sinks; paged_attention=plain! would force it"):
+        bind("paged_attention", dataclasses.replace(with_sinks, overrides={"paged_attention": "plain"}))
+
+
 def test_plugin_must_claim_its_own_band(plugins: dict[str, Plugin]) -> None:
     plugins["mine"] = plugin(solution("fancy", Band.SPECIALISED))
     with pytest.raises(ConfigError, match=r"silu_mul/fancy must use Band\.PLUGIN"):

@@ -11,6 +11,8 @@ seq_lens_R: (R,) int32, tokens of the row including this step's. block_tables_RB
 Token i of a row with query_len n sits at position p = seq_len - n + i and attends positions
 max(0, p - window + 1) ... p, both inclusive: a window counts tokens including the current one; None means no window.
 score = scale * q . k, then soft_cap * tanh(score / soft_cap) when soft_cap is given; softmax in float32.
+sinks_H: (H,) float32, contiguous, or None: one more score of each head that every token of it attends, past scale,
+soft_cap and window, and that has no value: it only takes weight away. Solutions without it lack the feature "sinks".
 Nothing outside the attended positions is read into the result, so pages may hold NaN elsewhere.
 
 Returned: new (T, H, K) of q's dtype, contiguous. Rows with query_len 0 are skipped; tokens at or past
@@ -22,6 +24,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
+SINKS = "sinks"
+"""The feature that a solution needs where sinks_H is given."""
 
 
 class PagedAttention(Protocol):
@@ -39,4 +44,5 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor: ...

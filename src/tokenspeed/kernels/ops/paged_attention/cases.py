@@ -25,6 +25,7 @@ class _Shape:
     window: int | None = None
     soft_cap: float | None = None
     num_padding: int = 0
+    sinks: Sequence[float] | None = None
 
 
 _SHAPES: Mapping[str, _Shape] = {
@@ -42,6 +43,8 @@ _SHAPES: Mapping[str, _Shape] = {
     "soft-cap": _Shape(((1, 40), (20, 33)), soft_cap=3.0),
     "long": _Shape(((1, 2500), (33, 1100)), num_heads=3, num_kv_heads=1, block_size=16),
     "long-window": _Shape(((1, 2500), (3, 1100)), num_heads=3, num_kv_heads=1, window=700),
+    "sinks": _Shape(((1, 40), (20, 33), (1, 1)), sinks=(0.5, -2.0, 30.0, -200.0), num_padding=1),
+    "long-sinks-window": _Shape(((1, 1100), (3, 40)), num_heads=2, num_kv_heads=1, window=700, sinks=(1.0, 6.0)),
     "large-blocks": _Shape(((1, 129), (2, 128)), block_size=128),
 }
 
@@ -73,6 +76,8 @@ def _case(name: str, shape: _Shape, dtype: torch.dtype) -> Case:
         "window": shape.window,
         "soft_cap": shape.soft_cap,
     }
+    if shape.sinks is not None:
+        keywords["sinks_H"] = torch.tensor(shape.sinks)
     args = (fused[:, : shape.num_heads], k_pages, v_pages)
     rows = [_row(args, keywords, row, token) for row in range(len(shape.rows)) for token in range(shape.rows[row][0])]
     return Case(name, args, keywords, rows=tuple(rows[:: max(1, len(rows) // 24)]))

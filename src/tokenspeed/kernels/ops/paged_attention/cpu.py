@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenspeed.kernels.ops.paged_attention import SINKS
 from tokenspeed.kernels.platform import CPU_DTYPES, compiled_cpu, require_cpu_module
 from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution
 
@@ -23,6 +24,7 @@ def build(_ctx: KernelContext) -> Kernel:
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q_THK.shape
         num_kv_heads = k_pages.shape[2]
@@ -30,6 +32,7 @@ def build(_ctx: KernelContext) -> Kernel:
         assert q_THK.dtype == k_pages.dtype == v_pages.dtype, (q_THK.dtype, k_pages.dtype, v_pages.dtype)
         assert query_start.dtype == seq_lens_R.dtype == block_tables_RB.dtype == torch.int32
         assert q_THK.stride(2) == k_pages.stride(3) == v_pages.stride(3) == 1
+        assert sinks_H is None or (sinks_H.dtype is torch.float32 and sinks_H.shape == (num_heads,))
         out_THK = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THK.dtype)
         kernel(
             q_THK.data_ptr(),
@@ -39,6 +42,7 @@ def build(_ctx: KernelContext) -> Kernel:
             query_start.data_ptr(),
             seq_lens_R.data_ptr(),
             block_tables_RB.data_ptr(),
+            0 if sinks_H is None else sinks_H.data_ptr(),
             seq_lens_R.shape[0],
             num_tokens,
             num_heads,
@@ -60,4 +64,4 @@ def build(_ctx: KernelContext) -> Kernel:
     return paged_attention
 
 
-SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True)
+SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, features=frozenset({SINKS}))

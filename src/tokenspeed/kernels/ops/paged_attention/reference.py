@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenspeed.kernels.ops.paged_attention import SINKS
 from tokenspeed.kernels.registry import Band, Ok, Solution
 
 
@@ -19,6 +20,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out_THK = torch.zeros(q_THK.shape, dtype=q_THK.dtype, device=q_THK.device)
     starts, seq_lens = query_start.tolist(), seq_lens_R.tolist()
@@ -34,7 +36,7 @@ def paged_attention(
         if soft_cap is not None:
             scores_HQS = soft_cap * torch.tanh(scores_HQS / soft_cap)
         mask_QS = _mask(seq_len, last - first, window, q_THK.device)
-        weights_HQS = scores_HQS.masked_fill(~mask_QS, float("-inf")).softmax(dim=-1)
+        weights_HQS = _softmax(scores_HQS.masked_fill(~mask_QS, float("-inf")), sinks_H)
         values_SHK = v_SHK.masked_fill(~mask_QS.any(dim=0)[:, None, None], 0.0)
         out_THK[first:last] = torch.einsum("hqs,shk->qhk", weights_HQS, values_SHK).to(q_THK.dtype)
     return out_THK
@@ -47,4 +49,13 @@ def _mask(seq_len: int, query_len: int, window: int | None, device: torch.device
     return mask_QS if window is None else mask_QS & (key_S > query_Q - window)
 
 
-SOLUTION = Solution("reference", Band.REFERENCE, lambda _ctx: Ok(), lambda _ctx: paged_attention)
+def _softmax(scores_HQS: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:
+    if sinks_H is None:
+        return scores_HQS.softmax(dim=-1)
+    sinks_HQ1 = sinks_H[:, None, None].expand(-1, scores_HQS.shape[1], 1)
+    return torch.cat((scores_HQS, sinks_HQ1), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+SOLUTION = Solution(
+    "reference", Band.REFERENCE, lambda _ctx: Ok(), lambda _ctx: paged_attention, features=frozenset({SINKS})
+)

@@ -23,9 +23,12 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         positions_T = torch.randint(0, 5000, (num_tokens,), generator=generator)
         name = f"{num_tokens}x{num_heads}x{head_dim}-{rotary_dim}"
         yield Case(name, (q_THK, k_TGK, positions_T, table_PR), mutated=(0, 1))
+        yield Case(f"{name}-interleaved", (q_THK, k_TGK, positions_T, table_PR, True), mutated=(0, 1))
     fused_TN = torch.randn(5, 6 * 16, generator=generator).to(dtype).view(5, 6, 16)
     table_PR = torch.cat((angles[:, :8].cos(), angles[:, :8].sin()), dim=1)
     positions_T = torch.tensor([4999, 0, 7, 7, 1])
+    interleaved = (fused_TN[:, :3, 2:], fused_TN[:, 3:5], positions_T, table_PR[:, 1:15], True)
+    yield Case("fused-heads-interleaved", interleaved, mutated=(0, 1))
     yield Case("fused-heads", (fused_TN[:, :3], fused_TN[:, 3:5], positions_T, table_PR), mutated=(0, 1))
 
 

@@ -12,7 +12,13 @@ from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution
 def build(_ctx: KernelContext) -> Kernel:
     kernel = require_cpu_module().rotary
 
-    def rotary(q_THK: torch.Tensor, k_TGK: torch.Tensor, positions_T: torch.Tensor, table_PR: torch.Tensor) -> None:
+    def rotary(
+        q_THK: torch.Tensor,
+        k_TGK: torch.Tensor,
+        positions_T: torch.Tensor,
+        table_PR: torch.Tensor,
+        interleaved: bool = False,
+    ) -> None:
         assert table_PR.dtype is torch.float32, table_PR.dtype
         assert positions_T.dtype is torch.int64, positions_T.dtype
         for x in (q_THK, k_TGK):
@@ -27,6 +33,7 @@ def build(_ctx: KernelContext) -> Kernel:
                 x.stride(0),
                 x.stride(1),
                 table_PR.stride(0),
+                interleaved,
                 CPU_DTYPES[x.dtype],
             )
 

@@ -117,6 +117,9 @@ class StepLedger {
 
   void forfeit(const Teardown& teardown) noexcept;
 
+  // For checks from outside; a record that is not in flight is empty.
+  [[nodiscard]] const std::array<StepRecord, kMaxStepsInFlight>& records() const { return records_; }
+
  private:
   [[nodiscard]] static std::size_t index(Seat seat) { return static_cast<std::size_t>(seat.value()); }
   [[nodiscard]] StepRecord& planning();

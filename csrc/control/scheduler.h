@@ -100,6 +100,7 @@ class Scheduler {
   [[nodiscard]] const std::deque<std::optional<Sequence>>& sequences() const { return sequences_; }
   [[nodiscard]] const std::vector<Partition>& partitions() const { return partitions_; }
   [[nodiscard]] const StepLedger& ledger() const { return ledger_; }
+  [[nodiscard]] const TransferLedger& transfers() const { return transfers_; }
   [[nodiscard]] std::size_t num_transfers() const { return transfers_.num_in_flight(); }
   [[nodiscard]] std::int64_t now_ms() const { return now_ms_; }
 

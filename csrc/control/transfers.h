@@ -70,6 +70,9 @@ class TransferLedger {
   void end(Transfer& transfer);
   void forfeit(const Teardown& teardown) noexcept;
 
+  // For checks from outside; a record that is not in flight is empty.
+  [[nodiscard]] const std::vector<Transfer>& records() const { return records_; }
+
  private:
   [[nodiscard]] std::size_t slot_of(LeaseId id) const;
 

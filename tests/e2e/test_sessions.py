@@ -266,7 +266,9 @@ def test_with_a_host_tier_no_prompt_token_is_computed_twice(
     assert tiered.stats.loaded_tokens > 0 and tiered.stats.stored_blocks > 0, "the pool is not too small"
     assert tiered.num_prefilled <= roomy.num_prefilled + BLOCK_SIZE * tiered.stats.num_preemptions
     assert (tiered.stats.num_held, tiered.stats.used_blocks) == (0, 0)
-    assert 0 < tiered.stats.host_used_blocks < tiered.stats.host_total_blocks == HOST // BLOCK_SIZE
+    assert tiered.stats.host_total_blocks == HOST // BLOCK_SIZE
+    has_all = tiered.stats.host_used_blocks == roomy.stats.cached_blocks
+    assert has_all == (host_store == "seal"), "under pressure only what was evicted is copied"
 
 
 @pytest.mark.parametrize("host_store", ["seal", "pressure"])
@@ -280,17 +282,18 @@ def test_a_host_tier_that_fills_up_loses_blocks_and_nothing_else(
 
 
 class LateMover:
-    """Moves each lease some time after it was asked to, in any order; fails one in ten of them and tells one in ten
+    """Moves each lease some time after it was asked to, in any order; fails so many of them and tells one in ten
     twice."""
 
-    def __init__(self, mover: BlockMover) -> None:
+    def __init__(self, mover: BlockMover, failing: float) -> None:
         self._mover = mover
+        self._failing = failing
         self._dice = random.Random(0)
         self._waiting: list[tuple[float, int, NDArray[np.int32], NDArray[np.int32]]] = []
 
     def start(self, load: NDArray[np.int32], store: NDArray[np.int32]) -> None:
         for lease in {*load[:, 0].tolist(), *store[:, 0].tolist()}:
-            due = time.monotonic() + self._dice.choice((0.0, 0.001, 0.01))
+            due = time.monotonic() + self._dice.choice((0.001, 0.003, 0.01))
             self._waiting.append((due, lease, load[load[:, 0] == lease], store[store[:, 0] == lease]))
 
     def poll(self) -> tuple[FinishedMove, ...]:
@@ -299,7 +302,7 @@ class LateMover:
         self._waiting = [each for each in self._waiting if each[0] > now]
         told: list[FinishedMove] = []
         for _, lease, load, store in self._dice.sample(due, len(due)):
-            if self._dice.random() < 0.1:
+            if self._dice.random() < self._failing:
                 told.append((lease, False))
                 continue
             self._mover.start(load, store)
@@ -312,11 +315,35 @@ def test_transfers_may_be_late_or_fail(
     serve: Callable[..., Outcome], roomy: Outcome, monkeypatch: pytest.MonkeyPatch, host_store: str
 ) -> None:
     build = host.build
-    monkeypatch.setattr(host, "build", lambda groups: LateMover(build(groups)))
+    monkeypatch.setattr(host, "build", lambda groups: LateMover(build(groups), failing=0.1))
     tiered = serve(kv_tokens=TIGHT, host_tokens=HOST, host_store=host_store)
     assert tiered.token_ids == roomy.token_ids
     assert tiered.stats.loaded_tokens > 0
     assert (tiered.stats.num_held, tiered.stats.used_blocks) == (0, 0)
+
+
+def test_nobody_else_must_run_for_late_blocks_to_come_back(
+    run: Callable[..., tuple[int, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = host.build
+    monkeypatch.setattr(host, "build", lambda groups: LateMover(build(groups), failing=0.0))
+    history = _random_ids(200, seed=99)
+
+    async def scenario(llm: AsyncLLM) -> tuple[int, float]:
+        await _whole(llm, history)
+        for seed in range(20):
+            await _whole(llm, _random_ids(100, seed))
+        began = time.monotonic()
+        return (await _whole(llm, history)).cached_len, time.monotonic() - began
+
+    cached_len, took_s = run(scenario, kv_tokens=TIGHT, host_tokens=HOST)
+    assert cached_len == 192, "all full blocks but that of the last token"
+    assert took_s < 0.8, "it waited for a heartbeat"
+
+
+def _random_ids(count: int, seed: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
 async def _whole(llm: AsyncLLM, prompt: Sequence[int], **fields: object) -> RequestOutput:
@@ -338,7 +365,7 @@ def test_held_pages_stay_where_others_would_take_them(
     run: Callable[..., bool], ttl_s: float | None, afterwards: str | None, is_kept: bool
 ) -> None:
     """Twenty strangers want more than the pool has, one after the other. A hold that ran out keeps nothing."""
-    history = [random.Random(99).randrange(VOCAB_SIZE) for _ in range(200)]
+    history = _random_ids(200, seed=99)
 
     async def scenario(llm: AsyncLLM) -> bool:
         keep = None if ttl_s is None else Retention("s", ttl_s)
@@ -348,9 +375,8 @@ def test_held_pages_stay_where_others_would_take_them(
         elif afterwards == "release":
             llm.release("first")
         await asyncio.sleep(0.3 if ttl_s == SHORT_S else 0.0)
-        dice = random.Random(7)
-        for _ in range(20):
-            await _whole(llm, [dice.randrange(VOCAB_SIZE) for _ in range(100)])
+        for seed in range(20):
+            await _whole(llm, _random_ids(100, seed))
         cached_len = (await _whole(llm, [*history, *answer, 1, 2, 3], retain=keep)).cached_len
         assert cached_len in (0, 208), "all that was computed, or nothing"
         return cached_len > 0

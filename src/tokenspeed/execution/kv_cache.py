@@ -139,7 +139,7 @@ def allocate(size: PoolSize, specs: Sequence[KvSpec], ctx: BuildContext) -> tupl
 def page_groups(size: PoolSize, layers: Sequence[KvLayer]) -> tuple[PageGroup, ...]:
     """The pages of each group, as block movers see them."""
     return tuple(
-        PageGroup(tuple(t for layer in layers if layer.group == g for t in (layer.k, layer.v)), group.num_host_blocks)
+        PageGroup(tuple(t for layer in layers if layer.group == g for t in layer.tensors), group.num_host_blocks)
         for g, group in enumerate(size.groups)
     )
 
@@ -147,15 +147,15 @@ def page_groups(size: PoolSize, layers: Sequence[KvLayer]) -> tuple[PageGroup, .
 def copy_pages(layers: Sequence[KvLayer], sources: torch.Tensor, targets: torch.Tensor) -> None:
     """Copy whole pages inside the pool of these layers."""
     for layer in layers:
-        layer.k[targets] = layer.k[sources]
-        layer.v[targets] = layer.v[sources]
+        for tensor in layer.tensors:
+            tensor[targets] = tensor[sources]
 
 
 def zero_pages(layers: Sequence[KvLayer], pages: torch.Tensor) -> None:
     """Clear whole pages of these layers."""
     for layer in layers:
-        layer.k[pages] = 0
-        layer.v[pages] = 0
+        for tensor in layer.tensors:
+            tensor[pages] = 0
 
 
 def _demands(
@@ -192,8 +192,10 @@ def _cache_group(demand: _Demand, num_blocks: int, num_host_blocks: int, block_s
 
 def _allocate_layer(group: CacheGroup, spec: KvSpec, ctx: BuildContext, number: int) -> KvLayer:
     extent = (group.num_blocks + 1, group.block_size, spec.num_kv_heads, spec.head_dim)
-    k, v = (_zeros(extent, ctx) for _ in range(2))
-    return KvLayer(k, v, number)
+    k = _zeros(extent, ctx)
+    if spec.value_dim is not None:
+        return KvLayer(k, k[..., : spec.value_dim], number, v_in_k=True)
+    return KvLayer(k, _zeros(extent, ctx), number)
 
 
 def _zeros(extent: tuple[int, ...], ctx: BuildContext) -> torch.Tensor:
@@ -217,7 +219,7 @@ def _pool_bytes(demands: Sequence[_Demand], num_first: int) -> int:
 
 
 def _token_bytes(spec: KvSpec, ctx: BuildContext) -> int:
-    return 2 * spec.num_kv_heads * spec.head_dim * ctx.dtype.itemsize
+    return spec.token_size * ctx.dtype.itemsize
 
 
 def _too_small(num_tokens: int, needed: int, token_bytes: int, ctx: BuildContext) -> str:

@@ -17,11 +17,18 @@ from tokenspeed.layers.forward_batch import ForwardBatch
 @dataclass(frozen=True, slots=True)
 class KvSpec:
     """What one attention layer keeps per token. window: tokens it looks back on, the current one included;
-    None looks back on all."""
+    None looks back on all. value_dim: None where each head keeps a key and a value of head_dim numbers; else it keeps
+    head_dim numbers of which the first value_dim are the value too, as a latent does."""
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    value_dim: int | None = None
+
+    @property
+    def token_size(self) -> int:
+        """Numbers kept for a token."""
+        return self.num_kv_heads * self.head_dim * (2 if self.value_dim is None else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,17 @@ import torch
 class KvLayer:
     """K and V pages of one attention layer: (num_pages, block_size, num_kv_heads, head_dim). Page 0 is the null page:
     never allocated; padded rows and blocks that have left a window point at it. group: the one of ForwardBatch.groups
-    whose tables number the pages."""
+    whose tables number the pages. v_in_k: v is a view of the leading dimensions of k, which are all that is kept."""
 
     k: torch.Tensor
     v: torch.Tensor
     group: int = 0
+    v_in_k: bool = False
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is kept, once: what whoever copies, moves or clears pages has to go through."""
+        return (self.k,) if self.v_in_k else (self.k, self.v)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,11 +50,13 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """One rotary embedding. rotary_dim: leading dimensions of a head that turn."""
+    """One rotary embedding. rotary_dim: leading dimensions of a head that turn. interleaved: neighbours turn together,
+    and not dimensions half of rotary_dim apart."""
 
     base: float
     rotary_dim: int
     scaling: LinearScaling | WavelengthScaling | YarnScaling | None = None
+    interleaved: bool = False
 
 
 class RotaryEmbedding(nn.Module):
@@ -65,10 +67,11 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, ctx: BuildContext, spec: RotarySpec, max_positions: int) -> None:
         super().__init__()
         self.register_buffer("table_PR", cos_sin_table(spec, max_positions).to(ctx.device), persistent=False)
+        self.interleaved = spec.interleaved
         self._rotary: Rotary = ctx.bind("rotary")
 
     def forward(self, q_THK: torch.Tensor, k_TGK: torch.Tensor, batch: ForwardBatch) -> None:
-        self._rotary(q_THK, k_TGK, batch.positions_T, self.table_PR)
+        self._rotary(q_THK, k_TGK, batch.positions_T, self.table_PR, self.interleaved)
 
 
 def cos_sin_table(spec: RotarySpec, max_positions: int) -> torch.Tensor:

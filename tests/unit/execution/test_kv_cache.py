@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from tokenspeed.execution import kv_cache, placement
 from tokenspeed.execution.kv_cache import PoolSize, size_pool
 from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
+from tokenspeed.transfer import resolve as resolve_mover
 
 SPECS = (KvSpec(2, 8), KvSpec(2, 8))
 MIXED = (KvSpec(4, 16, 100), KvSpec(4, 8), KvSpec(4, 8, 100))
@@ -78,6 +80,30 @@ def test_layers_of_a_window_have_the_pages_that_the_planner_charges_for() -> Non
     assert [tensor.data_ptr() for group in groups for tensor in group.tensors] == [
         tensor.data_ptr() for index in (1, 0, 2) for tensor in (layers[index].k, layers[index].v)
     ]
+
+
+def test_a_latent_is_kept_once_and_moves_as_one_tensor() -> None:
+    """24 numbers a token, not twice as many; its value is a view, so that whoever moves or clears pages moves it too.
+    Layers of latents and of heads may share a group."""
+    specs, ctx = (KvSpec(1, 24, value_dim=16), KvSpec(2, 8)), BuildContext("cpu", torch.float32)
+    size = sized(kv_tokens=160, specs=specs, host_tokens=80)
+    assert size.kv_bytes == 11 * 16 * (24 + 2 * 2 * 8) * 4
+    assert size.host_bytes == 6 * 16 * (24 + 2 * 2 * 8) * 4
+    latent, heads = kv_cache.allocate(size, specs, ctx)
+    assert (latent.k.shape, latent.v.shape) == ((11, 16, 1, 24), (11, 16, 1, 16))
+    (group,) = kv_cache.page_groups(size, (latent, heads))
+    assert [each.data_ptr() for each in group.tensors] == [each.data_ptr() for each in (latent.k, heads.k, heads.v)]
+    latent.k[2] = torch.arange(24.0)
+    before = latent.k[2].clone()
+    mover = resolve_mover("host")((group,))
+    mover.start(np.zeros((0, 4), np.int32), np.array([[1, 0, 2, 5]], np.int32))
+    kv_cache.copy_pages((latent, heads), torch.tensor([2]), torch.tensor([4]))
+    kv_cache.zero_pages((latent, heads), torch.tensor([2]))
+    assert torch.equal(latent.v[4], before[..., :16])
+    assert not latent.k[2].any()
+    mover.start(np.array([[2, 0, 3, 5]], np.int32), np.zeros((0, 4), np.int32))
+    assert mover.poll() == ((1, True), (2, True))
+    assert torch.equal(latent.k[3], before)
 
 
 def test_a_window_group_never_has_more_than_the_full_one() -> None:

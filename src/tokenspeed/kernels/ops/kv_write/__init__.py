@@ -2,8 +2,10 @@
 """Scatter this step's K and V into their pages.
 
 k_TGK, v_TGK: (T, G, K), last dimension contiguous, other strides free. k_pages, v_pages: (P, block_size, G, K),
-mutated. slots_T: (T,) int64, page * block_size + offset. Slots of live tokens are distinct; several tokens may name
-slots of the null page 0, whose content is unspecified afterwards. T = 0 does nothing.
+likewise, mutated. K and V may have other heads and dimensions than each other, and their pages may be parts of one
+tensor that do not overlap, as the two parts of a latent are. slots_T: (T,) int64, page * block_size + offset. Slots of
+live tokens are distinct; several tokens may name slots of the null page 0, whose content is unspecified afterwards.
+T = 0 does nothing.
 """
 
 from __future__ import annotations

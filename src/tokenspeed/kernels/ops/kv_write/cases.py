@@ -26,6 +26,11 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     slots_T = torch.tensor([95, 8, 40])
     arguments = (fused_TN[:, 1:3], fused_TN[:, 3:5], pool[:, :, :, 0], pool[:, :, :, 2], slots_T)
     yield Case("fused-heads-strided-pages", arguments, mutated=(2, 3))
+    kv_TX = torch.randn(6, 24, generator=generator).to(dtype)[:, None]
+    pages = torch.full((5, 8, 1, 24), float("nan"), dtype=dtype)
+    slots_T = torch.tensor([8, 39, 17, 9, 30, 25])
+    arguments = (kv_TX[..., :17], kv_TX[..., 17:], pages[..., :17], pages[..., 17:], slots_T)
+    yield Case("parts-of-a-latent", arguments, mutated=(2, 3))
 
 
 def cost(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Cost:

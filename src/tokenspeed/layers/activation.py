@@ -48,10 +48,21 @@ def gate_and_up_rows(activation: Activation, ff_size: int) -> tuple[slice, slice
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)). activation: the op that gates, silu_mul or gelu_tanh_mul."""
+    """down(activation(gate(x)) * up(x)). activation: the op that gates, silu_mul or gelu_tanh_mul. names: module names
+    in a checkpoint, of gate, up and down or of gate and up as one and down."""
 
-    def __init__(self, ctx: BuildContext, hidden_size: int, ff_size: int, activation: str, bias: bool = False) -> None:
+    def __init__(
+        self,
+        ctx: BuildContext,
+        hidden_size: int,
+        ff_size: int,
+        activation: str,
+        bias: bool = False,
+        *,
+        names: Names,
+    ) -> None:
         super().__init__()
+        self.names = names
         self.gate_up = FusedLinear(ctx, hidden_size, {"gate": ff_size, "up": ff_size}, bias)
         self.down = Linear(ctx, ff_size, hidden_size, bias)
         self._activate = activate_with(ctx, activation)
@@ -59,11 +70,10 @@ class GatedMLP(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.down(self._activate(self.gate_up(x_TD)))  # type: ignore[no-any-return]
 
-    def weight_slots(self, names: Names) -> list[WeightSlot]:
-        """names: module names of gate, up and down, or of gate and up as one and down."""
-        if len(names) == 2:
-            return linear_slots(names[0], self.gate_up) + linear_slots(names[1], self.down)
-        gate, up, down = names
-        return (
-            part_slots(gate, self.gate_up, "gate") + part_slots(up, self.gate_up, "up") + linear_slots(down, self.down)
-        )
+    def weight_slots(self) -> list[WeightSlot]:
+        """Names relative to the block."""
+        down = linear_slots(self.names[-1], self.down)
+        if len(self.names) == 2:
+            return linear_slots(self.names[0], self.gate_up) + down
+        gate, up, _ = self.names
+        return part_slots(gate, self.gate_up, "gate") + part_slots(up, self.gate_up, "up") + down

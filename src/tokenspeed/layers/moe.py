@@ -99,7 +99,7 @@ class MoeNames:
     each: module names of one expert's gate, up and down, with {} for its number; None where no checkpoint has them.
     stacked: tensor names of gate_up (E, 2 F, D) and down (E, D, F) of all experts, their biases with `_bias` after the
     name; (E, D, 2 F) and (E, F, D) where transposed. None where no checkpoint has them.
-    shared: module names of the shared block's parts, see GatedMLP.weight_slots.
+    shared: module names of the shared block's parts, as in GatedMLP.
     """
 
     router: Names
@@ -218,14 +218,17 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """(T, D) -> (T, D), in the place of a feed-forward block."""
 
-    def __init__(self, ctx: BuildContext, hidden_size: int, spec: MoeSpec, names: MoeNames) -> None:
+    def __init__(self, ctx: BuildContext, hidden_size: int, spec: MoeSpec, *, names: MoeNames) -> None:
         super().__init__()
         self.names = names
         self.router = Router(ctx, hidden_size, spec.router)
         self.experts = Experts(ctx, hidden_size, spec.experts)
-        shared = spec.shared
-        self.shared = None if shared is None else GatedMLP(ctx, hidden_size, shared.ff_size, shared.activation)
-        self.shared_gate = Linear(ctx, hidden_size, 1) if shared is not None and shared.gated else None
+        self.shared: GatedMLP | None = None
+        self.shared_gate: Linear | None = None
+        if spec.shared is not None:
+            shared = spec.shared
+            self.shared = GatedMLP(ctx, hidden_size, shared.ff_size, shared.activation, names=names.shared)
+            self.shared_gate = Linear(ctx, hidden_size, 1) if shared.gated else None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         out_TD: torch.Tensor = self.experts(x_TD, *self.router(x_TD))
@@ -244,7 +247,7 @@ class MoE(nn.Module):
             entries.append(WeightSlot(names.correction, router.correction.data))
         entries += self.experts.weight_slots(names)
         if self.shared is not None:
-            entries += self.shared.weight_slots(names.shared)
+            entries += self.shared.weight_slots()
         if self.shared_gate is not None:
             entries += linear_slots(names.shared_gate, self.shared_gate)
         return entries

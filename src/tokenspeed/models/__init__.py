@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 
 from tokenspeed.core.errors import CheckpointError, UnsupportedModelError
-from tokenspeed.layers.attention import KvSpec
+from tokenspeed.layers.attention import AttentionSpec, KvSpec
 from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.decoder import AttentionNames, DecoderNames, DecoderSpec, LayerNames, NormSpec
 from tokenspeed.layers.forward_batch import ForwardBatch
 from tokenspeed.layers.rotary import LinearScaling, RotarySpec, WavelengthScaling, YarnScaling, yarn_temperature
 from tokenspeed.layers.weight_map import (
@@ -35,6 +36,15 @@ from tokenspeed.layers.weight_map import (
 __all__ = ["WeightEntry", "WeightMap", "WeightSlot", "linear_slots", "part_slots", "slot", "under"]
 
 Config = Mapping[str, object]
+
+
+# What most checkpoints call things. A family that differs replaces a field.
+ATTENTION_NAMES = AttentionNames(("q_proj", "k_proj", "v_proj"), "o_proj", "q_norm", "k_norm", "sinks")
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+LAYER_NAMES = LayerNames(("self_attn",), ("mlp",), "input_layernorm", "post_attention_layernorm")
+DECODER_NAMES = DecoderNames(
+    "model.embed_tokens", "model.layers.{}", "model.norm", "lm_head", ignored=("*.rotary_emb.inv_freq",)
+)
 
 
 class CausalLM(Protocol):
@@ -142,6 +152,14 @@ class ConfigFields:
             raise CheckpointError(f"config.json: {name} is {value!r}, not a list of strings")
         return tuple(value)
 
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        value = self._config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(isinstance(item, int) for item in value):
+            raise CheckpointError(f"config.json: {name} is {value!r}, not a list of integers")
+        return tuple(value)
+
     def section(self, name: str) -> Config:
         """A nested object, empty when absent."""
         value = self._config.get(name)
@@ -169,6 +187,25 @@ class ConfigFields:
 def head_dim_of(fields: ConfigFields) -> int:
     """head_dim, or hidden_size / num_attention_heads where the configuration has none."""
     return fields.optional_integer("head_dim") or fields.integer("hidden_size") // fields.integer("num_attention_heads")
+
+
+def decoder_spec(fields: ConfigFields, max_model_len: int, eps: float = 1e-6) -> DecoderSpec:
+    """The sizes around the layers, for families whose head is not tied and whose rms_norm_eps is `eps` unless the
+    configuration says otherwise."""
+    return DecoderSpec(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        max_model_len=max_model_len,
+        norm=NormSpec(fields.number("rms_norm_eps", eps)),
+        tied=fields.flag("tie_word_embeddings", False),
+    )
+
+
+def attention_spec(fields: ConfigFields, head_dim: int, window: int | None = None) -> AttentionSpec:
+    """Grouped-query attention with scores scaled by head_dim ** -0.5."""
+    num_heads = fields.integer("num_attention_heads")
+    kv = KvSpec(fields.integer("num_key_value_heads", num_heads), head_dim, window)
+    return AttentionSpec(num_heads, kv, scale=head_dim**-0.5)
 
 
 def window_layers(fields: ConfigFields) -> tuple[int | None, ...]:

@@ -57,7 +57,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def new_moe(spec: MoeSpec, names: MoeNames = NAMES, seed: int = 1) -> MoE:
-    moe = MoE(BuildContext("cpu", torch.float32), HIDDEN, spec, names)
+    moe = MoE(BuildContext("cpu", torch.float32), HIDDEN, spec, names=names)
     for index, parameter in enumerate(moe.parameters()):
         parameter.data.copy_(random(*parameter.shape, seed=seed + index) * HIDDEN**-0.5)
     return moe
@@ -177,7 +177,7 @@ def test_shared_block_is_added_for_every_token(gated: bool) -> None:
 
 
 def test_bfloat16_router_keeps_its_correction_in_float32() -> None:
-    moe = MoE(BuildContext("cpu", torch.bfloat16), HIDDEN, MoeSpec(ROUTERS["sigmoid-correction"], EXPERTS), NAMES)
+    moe = MoE(BuildContext("cpu", torch.bfloat16), HIDDEN, MoeSpec(ROUTERS["sigmoid-correction"], EXPERTS), names=NAMES)
     assert moe.router.correction is not None
     assert moe.router.correction.dtype is torch.float32
     assert moe.router.weight.dtype is torch.bfloat16

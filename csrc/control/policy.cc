@@ -60,7 +60,10 @@ Tokens prefill_chunk(Tokens start, Tokens len, Tokens budget, Tokens snapshot_un
   if (snapshot_unit > Tokens(0)) {
     // The prompt's last token is computed after the last snapshot, so that the next turn can resume there.
     const Tokens reached = std::min(end, len - Tokens(1));
-    const Tokens snapshot(reached.value() / snapshot_unit.value() * snapshot_unit.value());
+    const Tokens last(reached.value() / snapshot_unit.value() * snapshot_unit.value());
+    // A block that a short chunk began has a page already, and it is a snapshot only if its end is not passed over.
+    const Tokens begun((start.value() + snapshot_unit.value() - 1) / snapshot_unit.value() * snapshot_unit.value());
+    const Tokens snapshot = begun > start ? std::min(begun, last) : last;
     end = snapshot > start ? snapshot : end;
   }
   return end - start;

@@ -60,8 +60,8 @@ namespace policy {
 [[nodiscard]] std::optional<std::size_t> choose_place(std::span<const Place> places, std::optional<std::int32_t> hint);
 
 // How much of a prompt from `start` to `len` a step takes. snapshot_unit above 0: a chunk that passes a multiple of it
-// ends on the last one it reaches, so that the state there can be published; the last one before the prompt's end is
-// never passed over.
+// ends on the last one it reaches, so that the state there can be published; the last one before the prompt's end and
+// the one after a `start` between two are never passed over.
 [[nodiscard]] Tokens prefill_chunk(Tokens start, Tokens len, Tokens budget, Tokens snapshot_unit);
 
 // Blocks that admission leaves alone so that sequences which already run do not have to preempt the newcomer at once.

@@ -25,7 +25,7 @@ ProgressFn = Callable[[str, int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """dtype: f32, f16, bf16 or a GGUF block type such as q4_k. shape is in Hugging Face order (rows first)."""
+    """dtype: f32, f16, bf16, mxfp4 or a GGUF block type such as q4_k. shape is in Hugging Face order (rows first)."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
-from tokenspeed.checkpoints import ModelSource, ProgressFn, catalogue, hub
+from tokenspeed.checkpoints import JsonObject, ModelSource, ProgressFn, Weights, catalogue, hub
 from tokenspeed.checkpoints.dummy import DummyWeights
 from tokenspeed.checkpoints.folder import read_chat_template, read_json, read_optional_json, read_tokenizer
 from tokenspeed.checkpoints.gguf_source import open_gguf
+from tokenspeed.checkpoints.mxfp4 import Mxfp4Weights, is_mxfp4, plain_config
 from tokenspeed.checkpoints.safetensors import INDEX_NAME, open_safetensors, weight_files
 from tokenspeed.checkpoints.scripted import SCRIPT_NAME, open_scripted
 from tokenspeed.checkpoints.source import OpenedModel
@@ -87,13 +90,17 @@ def _open_folder(folder: Path, model: ModelConfig) -> OpenedModel:
     if not has_safetensors and model.load_format != "dummy":
         pickled = " (pytorch_model*.bin is not read: convert it to safetensors)" if _has_pickles(folder) else ""
         raise CheckpointError(f"{folder}: has no weights{pickled}; a model folder holds {_EXPECTED}")
+    config: JsonObject = read_json(folder / "config.json")
+    open_weights: Callable[[], Weights] = functools.partial(open_safetensors, folder)
+    if is_mxfp4(config):
+        config, open_weights = plain_config(config), lambda: Mxfp4Weights(open_safetensors(folder))
     return OpenedModel(
         path=folder,
-        config=read_json(folder / "config.json"),
+        config=config,
         generation_config=read_optional_json(folder / "generation_config.json"),
         tokenizer=read_tokenizer(folder),
         chat_template=read_chat_template(folder),
-        open_weights=lambda: open_safetensors(folder),
+        open_weights=open_weights,
     )
 
 

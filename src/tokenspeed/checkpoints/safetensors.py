@@ -88,6 +88,13 @@ class SafetensorsWeights:
         size = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(entry.data, _READABLE[entry.dtype], size, entry.begin).reshape(shape)
 
+    def read_bytes(self, name: str) -> NDArray[np.uint8]:
+        """A tensor of bytes as it lies; a read-only view."""
+        entry = self._entries[name]
+        assert entry.dtype == "U8", f"tensor {name} is of type {entry.dtype}, not bytes"
+        size = int(np.prod(entry.shape, dtype=np.int64))
+        return np.frombuffer(entry.data, np.uint8, size, entry.begin).reshape(entry.shape)
+
     def close(self) -> None:
         """Forget the tensors; a map ends with the last view of it."""
         self._entries = {}

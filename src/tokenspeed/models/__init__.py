@@ -7,8 +7,10 @@ kernels, steps or other families.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +22,8 @@ from tokenspeed.layers.attention import AttentionSpec, KvSpec
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.decoder import AttentionNames, DecoderNames, DecoderSpec, LayerNames, NormSpec
 from tokenspeed.layers.forward_batch import ForwardBatch
+from tokenspeed.layers.mla import MlaNames, MlaSpec
+from tokenspeed.layers.moe import ExpertsSpec, MoeNames, MoeSpec, RouterSpec, SharedSpec
 from tokenspeed.layers.rotary import LinearScaling, RotarySpec, WavelengthScaling, YarnScaling, yarn_temperature
 from tokenspeed.layers.weight_map import (
     Names,
@@ -37,10 +41,30 @@ __all__ = ["WeightEntry", "WeightMap", "WeightSlot", "linear_slots", "part_slots
 
 Config = Mapping[str, object]
 
+_RENAMED = {"kimi_k2": "deepseek_v3"}
+"""Types that are another one in all but name, and whose files need not name an architecture."""
+
 
 # What most checkpoints call things. A family that differs replaces a field.
 ATTENTION_NAMES = AttentionNames(("q_proj", "k_proj", "v_proj"), "o_proj", "q_norm", "k_norm", "sinks")
+MLA_NAMES = MlaNames(
+    q="q_proj",
+    q_a="q_a_proj",
+    q_norm="q_a_layernorm",
+    q_b="q_b_proj",
+    kv_a="kv_a_proj_with_mqa",
+    kv_norm="kv_a_layernorm",
+    kv_b="kv_b_proj",
+    out="o_proj",
+)
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+MOE_NAMES = MoeNames(
+    router=("gate",),
+    each=("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj"),
+    stacked=("experts.gate_up_proj", "experts.down_proj"),
+    correction=("gate.e_score_correction_bias",),
+    shared=("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj"),
+)
 LAYER_NAMES = LayerNames(("self_attn",), ("mlp",), "input_layernorm", "post_attention_layernorm")
 DECODER_NAMES = DecoderNames(
     "model.embed_tokens", "model.layers.{}", "model.norm", "lm_head", ignored=("*.rotary_emb.inv_freq",)
@@ -89,23 +113,33 @@ def supported() -> tuple[str, ...]:
 
 
 def resolve(config: Config) -> Family:
-    """The family that `model_type` names. A multimodal configuration whose text_config is of a supported type is
-    served as text. UnsupportedModelError names the supported ones."""
+    """The family that `model_type` names, or `architectures` where that type is no file here. A multimodal
+    configuration whose text_config is of a supported type is served as text. UnsupportedModelError names the supported
+    ones."""
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping):
         method = quantization.get("quant_method", "unknown")
         raise UnsupportedModelError(
             f"config.json asks for {method!r} quantisation, which is not supported yet; use the plain model or a GGUF"
         )
-    model_type = config.get("model_type")
-    if model_type in supported():
-        module = importlib.import_module(f"{__name__}.{model_type}")
-        return Family(str(model_type), module.build)
+    model_type, family = config.get("model_type"), _family_of(config)
+    if family is not None:
+        return Family(str(model_type), importlib.import_module(f"{__name__}.{family}").build)
     text_config = config.get("text_config")
-    if isinstance(text_config, Mapping) and text_config.get("model_type") in supported():
+    if isinstance(text_config, Mapping) and _family_of(text_config) is not None:
         return _text_part(str(model_type), resolve(text_config))
     named = repr(model_type) if model_type is not None else "missing from config.json"
     raise UnsupportedModelError(f"model_type is {named}; supported are {', '.join(supported())}")
+
+
+def _family_of(config: Config) -> str | None:
+    """The file that serves a configuration. A model that only renames its type says in architectures what it is."""
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    names = [model_type, _RENAMED.get(model_type) if isinstance(model_type, str) else None]
+    if isinstance(architectures, list | tuple) and architectures:
+        words = re.findall(r"[A-Z][^A-Z]*", str(architectures[0]).removesuffix("ForCausalLM"))
+        names.append("_".join(words).lower())
+    return next((name for name in names if isinstance(name, str) and name in supported()), None)
 
 
 class ConfigFields:
@@ -119,6 +153,10 @@ class ConfigFields:
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise CheckpointError(f"config.json: {name} is {value!r}, not a positive integer")
         return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """As integer, of things of which there may be none."""
+        return 0 if self._value(name, default) == 0 else self.integer(name, default)
 
     def optional_integer(self, name: str) -> int | None:
         return None if self._config.get(name) is None else self.integer(name)
@@ -208,6 +246,59 @@ def attention_spec(fields: ConfigFields, head_dim: int, window: int | None = Non
     return AttentionSpec(num_heads, kv, scale=head_dim**-0.5)
 
 
+def moe_spec(router: RouterSpec, ff_size: int, shared: SharedSpec | None = None) -> MoeSpec:
+    """Experts that gate with silu and have no biases. CheckpointError when a token asks for experts that are not
+    there."""
+    groups = router.groups
+    if groups is not None and (router.num_experts % groups.num_groups or groups.num_chosen > groups.num_groups):
+        raise CheckpointError(
+            f"config.json: {groups.num_chosen} of {groups.num_groups} groups of {router.num_experts} experts: "
+            "groups must be equal and no more may be chosen than there are"
+        )
+    reachable = router.num_experts
+    if groups is not None:
+        reachable = router.num_experts // groups.num_groups * groups.num_chosen
+    if router.top_k > reachable:
+        raise CheckpointError(f"config.json: num_experts_per_tok is {router.top_k}, a token can reach {reachable}")
+    return MoeSpec(router, ExpertsSpec(router.num_experts, ff_size), shared)
+
+
+def num_experts_of(fields: ConfigFields) -> int:
+    """num_local_experts, or num_experts where the configuration calls it so."""
+    return fields.optional_integer("num_local_experts") or fields.integer("num_experts")
+
+
+def sparse_layers(fields: ConfigFields) -> tuple[bool, ...]:
+    """Which layers have experts, for families with decoder_sparse_step and mlp_only_layers."""
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers") or ()
+    return tuple((index + 1) % step == 0 and index not in dense for index in range(fields.integer("num_hidden_layers")))
+
+
+def latent_rotary_spec(fields: ConfigFields) -> RotarySpec:
+    """The turned part of a head of latent attention, whose neighbouring dimensions turn together unless
+    rope_interleave says otherwise."""
+    spec = rotary_spec(fields, fields.integer("qk_rope_head_dim", 64))
+    return dataclasses.replace(spec, interleaved=fields.flag("rope_interleave", True))
+
+
+def mla_spec(fields: ConfigFields, rope: RotarySpec) -> MlaSpec:
+    """Latent attention. A stretched context with mscale_all_dim sharpens the scores by its temperature's square."""
+    nope_dim, rope_dim = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
+    scaling = ConfigFields(fields.section("rope_parameters") or fields.section("rope_scaling"))
+    mscale = scaling.optional_number("mscale_all_dim")
+    temperature = yarn_temperature(rope.scaling.factor, mscale) if rope.scaling is not None and mscale else 1.0
+    return MlaSpec(
+        num_heads=fields.integer("num_attention_heads"),
+        latent_dim=fields.integer("kv_lora_rank", 512),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=fields.integer("v_head_dim", 128),
+        scale=(nope_dim + rope_dim) ** -0.5 * temperature**2,
+        q_rank=fields.optional_integer("q_lora_rank"),
+        bias=fields.flag("attention_bias", False),
+    )
+
+
 def window_layers(fields: ConfigFields) -> tuple[int | None, ...]:
     """The window of each layer for families with use_sliding_window, max_window_layers and layer_types."""
     num_layers = fields.integer("num_hidden_layers")
@@ -278,7 +369,7 @@ def _yarn(fields: ConfigFields, rope: ConfigFields) -> YarnScaling:
     return YarnScaling(factor, original_len, attention_factor, beta_fast, beta_slow, rope.flag("truncate", True))
 
 
-_OTHER_MODALITIES = ("*vision_tower.*", "*visual.*", "*multi_modal_projector.*")
+_OTHER_MODALITIES = ("*vision_tower.*", "*visual.*", "*multi_modal_projector.*", "*mm_projector.*")
 
 
 def _text_part(outer_type: str, family: Family) -> Family:

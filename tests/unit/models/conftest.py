@@ -49,6 +49,36 @@ DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GEMMA = {**TINY, "num_hidden_layers": 4, "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 11}
 GEMMA_TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 QWEN_TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
+SMOLLM3 = {**TINY, "num_hidden_layers": 4, "no_rope_layer_interval": 2}
+MOE = {**TINY, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+QWEN2_MOE = {**MOE, "shared_expert_intermediate_size": 28}
+SPARSE_LATER = {"decoder_sparse_step": 2, "mlp_only_layers": [0]}
+GLM4_MOE = {**MOE, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2}
+GPT_OSS = {
+    **TINY,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 20,
+    "sliding_window": 11,
+    "rope_parameters": {**YARN_ROPE, "truncate": False},
+}
+DEEPSEEK = {
+    **TINY,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+}
+MINIMAX_M2 = {**TINY, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}
 
 VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "llama": ("llama", {**TINY, "rope_parameters": DEFAULT_ROPE}),
@@ -69,6 +99,55 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     ),
     "qwen3": ("qwen3", {**TINY, "head_dim": 16}),
     "qwen3-biases-yarn": ("qwen3", {**TINY, "head_dim": 24, "attention_bias": True, "rope_parameters": YARN_ROPE}),
+    "mistral": ("mistral", {**TINY, "head_dim": 16, "sliding_window": None}),
+    "mistral-window": ("mistral", {**TINY, "sliding_window": 13}),
+    "smollm3": ("smollm3", {**SMOLLM3, "attention_bias": True, "mlp_bias": True}),
+    "smollm3-windows": (
+        "smollm3",
+        {**SMOLLM3, "no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 13},
+    ),
+    "mixtral": ("mixtral", {**TINY, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("qwen2_moe", {**QWEN2_MOE, **SPARSE_LATER}),
+    "qwen2_moe-windows": (
+        "qwen2_moe",
+        {**QWEN2_MOE, "norm_topk_prob": True, "qkv_bias": False, "use_sliding_window": True, "sliding_window": 13},
+    ),
+    "qwen3_moe": ("qwen3_moe", {**MOE, "norm_topk_prob": True, "attention_bias": True, **SPARSE_LATER}),
+    "qwen3_moe-window": ("qwen3_moe", {**MOE, "use_sliding_window": True, "sliding_window": 13}),
+    "glm4_moe": ("glm4_moe", {**GLM4_MOE, "attention_bias": True, "routed_scaling_factor": 2.5}),
+    "glm4_moe-groups-norms": (
+        "glm4_moe",
+        {**GLM4_MOE, "n_group": 4, "topk_group": 2, "use_qk_norm": True, "norm_topk_prob": False},
+    ),
+    "minimax_m2": ("minimax_m2", {**MINIMAX_M2, "rotary_dim": 8}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss-no-biases": ("gpt_oss", {**GPT_OSS, "attention_bias": False, "rope_parameters": DEFAULT_ROPE}),
+    "deepseek_v2": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek_v2-groups-yarn": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.6,
+            "rope_parameters": YARN_MSCALE_ROPE,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {**DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3-yarn-no-groups": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "rope_parameters": YARN_MSCALE_ROPE,
+        },
+    ),
     "gemma3": ("gemma3_text", {**GEMMA, "layer_types": GEMMA_TYPES}),
     "gemma3-untied-linear": (
         "gemma3_text",
@@ -103,11 +182,9 @@ def make_twin(variant: str, overrides: Mapping[str, str] | None = None) -> Twin:
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(model_type, **fields)
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    for parameter in theirs.parameters():
-        if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-        else:
-            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    with torch.no_grad():
+        for tensor in theirs.state_dict().values():
+            tensor.normal_(std=0.3 if tensor.ndim == 1 else tensor.shape[-1] ** -0.5)
     ours = build_model(theirs.config.to_dict(), overrides)
     load(ours, theirs.state_dict())
     return Twin(ours, theirs)
@@ -121,7 +198,7 @@ def build_model(config: Mapping[str, object], overrides: Mapping[str, str] | Non
 def load(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill every slot, and assert that nothing is missing, misshapen or left over."""
     unused = set(tensors)
-    weight_map = model.weight_map()
+    weight_map = model.weight_map().for_checkpoint(tensors)
     for slot in weight_map:
         name = next(name for name in slot.names if name in tensors)
         assert slot.target.shape == tensors[name].shape, slot.name
@@ -208,6 +285,9 @@ def _slot(table: torch.Tensor, position: int) -> int:
 
 def _poisoned(num_pages: int, spec: KvSpec, group: int) -> KvLayer:
     shape = (num_pages, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    if spec.value_dim is not None:
+        latents = torch.full(shape, float("nan"))
+        return KvLayer(latents, latents[..., : spec.value_dim], group, v_in_k=True)
     return KvLayer(torch.full(shape, float("nan")), torch.full(shape, float("nan")), group)
 
 

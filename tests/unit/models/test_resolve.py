@@ -28,7 +28,7 @@ def test_families_are_found_by_scanning() -> None:
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", None, "__init__", "../llama"])
 def test_unknown_family_is_refused_naming_the_supported(model_type: object) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"supported are gemma3_text, llama, .*qwen2, qwen3"):
+    with pytest.raises(UnsupportedModelError, match=r"supported are .*gemma3_text, .*llama, .*qwen2, .*qwen3"):
         resolve({"model_type": model_type})
 
 
@@ -132,7 +132,7 @@ def test_slots_cover_every_parameter_element_once(variant: str, twin: Any) -> No
         assert slot.target.is_contiguous()
         addresses.add((slot.target.data_ptr(), slot.target.numel()))
         num_covered += slot.target.numel()
-    assert len(addresses) == len(twin.ours.weight_map().slots)
+    assert len(addresses) == len(list(twin.ours.weight_map()))
     assert num_covered == sum(parameter.numel() for parameter in twin.ours.parameters())
 
 

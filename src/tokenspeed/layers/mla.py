@@ -98,15 +98,20 @@ class LatentAttention(nn.Module):
 
 
 class Mla(nn.Module):
-    """A decoder.AttentionBlock: projections down to latents, which know no heads, up to heads, attention, and back.
-    place: the layer's number and the names of its tensors."""
+    """A decoder.AttentionBlock: projections down to latents, which know no heads, up to heads, attention, and back."""
 
     def __init__(
-        self, ctx: BuildContext, hidden_size: int, spec: MlaSpec, rotary: RotaryEmbedding, place: tuple[int, MlaNames]
+        self,
+        ctx: BuildContext,
+        hidden_size: int,
+        spec: MlaSpec,
+        rotary: RotaryEmbedding,
+        layer_index: int,
+        *,
+        names: MlaNames,
     ) -> None:
         super().__init__()
-        layer_index, self.names = place
-        self.spec = spec
+        self.spec, self.names = spec, names
         self.kv = spec.kv
         self.q_a: Linear | None = None
         self.q_norm: RMSNorm | None = None

@@ -9,7 +9,7 @@ JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full check format sim bench docs clean
+.PHONY: help setup demo serve test test-full check format sim bench bench-control docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,12 @@ sim: ## the control plane's simulator under ASan and UBSan: make sim SEEDS=1000,
 
 bench: $(VENV)/.test ## decode speed of the default model beside transformers, same run
 	@$(BIN)/python bench/decode_cpu.py $(ARGS)
+
+bench-control: $(VENV)/.base ## what planning costs: 128 running requests of 32k tokens in four cache groups
+	@mkdir -p build
+	@{ cmake -S . -B build/bench -DCMAKE_BUILD_TYPE=Release -DTOKENSPEED_BENCH=ON && \
+	  cmake --build build/bench -j $(JOBS) --target control_bench; } >build/bench.log 2>&1 || { cat build/bench.log; exit 1; }
+	@$(BIN)/python bench/control_plane.py build/bench/csrc/control/control_bench $(ARGS)
 
 docs: $(VENV)/.check ## the documentation as HTML in build/docs, links checked
 	@$(BIN)/mkdocs build --strict --quiet --site-dir build/docs && echo "build/docs/index.html"

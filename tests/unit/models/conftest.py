@@ -292,9 +292,13 @@ def _poisoned(num_pages: int, spec: KvSpec, group: int) -> KvLayer:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `variant` runs once for each entry of VARIANTS."""
+    """A test that takes `variant` runs once for each entry of VARIANTS, one that takes `family` once for the first
+    entry of each family."""
     if "variant" in metafunc.fixturenames:
         metafunc.parametrize("variant", VARIANTS)
+    if "family" in metafunc.fixturenames:
+        families = {model_type: name for name, (model_type, _) in reversed(VARIANTS.items())}
+        metafunc.parametrize("family", sorted(families.values()))
 
 
 @pytest.fixture(autouse=True)
@@ -329,3 +333,9 @@ def new_twin() -> Callable[..., Twin]:
 def tiny_config() -> Mapping[str, object]:
     """A llama configuration as in config.json."""
     return {"model_type": "llama", "rms_norm_eps": 1e-6, "hidden_act": "silu", **TINY}
+
+
+@pytest.fixture
+def tested_families() -> frozenset[str]:
+    """The model types that VARIANTS has."""
+    return frozenset(model_type for model_type, _ in VARIANTS.values())

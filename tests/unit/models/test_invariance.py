@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "glm4_moe"])
 def test_chunks_and_neighbours_do_not_change_a_bit(
     name: str, new_twin: Callable[..., Any], new_session: Callable[..., Any]
 ) -> None:

@@ -22,8 +22,8 @@ def build(config: Config) -> Any:
     return resolve(config).build(config, BuildContext("cpu", torch.float32))
 
 
-def test_families_are_found_by_scanning() -> None:
-    assert {"llama", "qwen2", "qwen3", "gemma3_text"} <= set(supported())
+def test_families_are_found_by_scanning_and_each_has_an_oracle(tested_families: frozenset[str]) -> None:
+    assert tested_families == set(supported())
 
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", None, "__init__", "../llama"])
@@ -129,7 +129,7 @@ def test_slots_cover_every_parameter_element_once(variant: str, twin: Any) -> No
     addresses: set[tuple[int, int]] = set()
     num_covered = 0
     for slot in twin.ours.weight_map():
-        assert slot.target.is_contiguous()
+        assert slot.target.is_contiguous() or slot.target.transpose(-2, -1).is_contiguous()
         addresses.add((slot.target.data_ptr(), slot.target.numel()))
         num_covered += slot.target.numel()
     assert len(addresses) == len(list(twin.ours.weight_map()))
@@ -155,3 +155,45 @@ def test_windows_reach_the_cache_specs(new_twin: Callable[..., Any]) -> None:
     assert [spec.window for spec in new_twin("qwen2-windows").ours.kv_specs] == [None, 13, 13]
     assert [spec.window for spec in new_twin("gemma3").ours.kv_specs] == [11, 11, None, 11]
     assert {spec.window for spec in new_twin("llama").ours.kv_specs} == {None}
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe-windows", "smollm3-windows", "gemma3"])
+def test_layer_types_left_out_are_those_of_the_oracle(name: str, new_twin: Callable[..., Any]) -> None:
+    config = new_twin(name).theirs.config.to_dict()
+    del config["layer_types"]
+    expected = transformers.AutoConfig.for_model(**config).layer_types
+    windows = [spec.window for spec in build(config).kv_specs]
+    assert [window is not None for window in windows] == [each == "sliding_attention" for each in expected]
+    assert any(windows)
+
+
+def test_layers_without_positions_are_those_of_the_oracle(new_twin: Callable[..., Any]) -> None:
+    config = new_twin("smollm3").theirs.config.to_dict()
+    del config["no_rope_layers"]
+    expected = transformers.AutoConfig.for_model(**config).no_rope_layers
+    assert [layer.attention.rotary is not None for layer in build(config).layers] == [each == 1 for each in expected]
+    with pytest.raises(CheckpointError, match="no_rope_layers has 2 entries for 4 layers"):
+        build({**config, "no_rope_layers": [1, 1]})
+
+
+@pytest.mark.parametrize(("name", "spelling", "width"), [("minimax_m2", {"rotary_dim": 6}, 6), ("glm4_moe", {}, 8)])
+def test_older_files_say_otherwise_how_much_of_a_head_turns(
+    name: str, spelling: Config, width: int, new_twin: Callable[..., Any]
+) -> None:
+    config = {**new_twin(name).theirs.config.to_dict(), **spelling}
+    del config["rope_parameters"]
+    assert build(config).layers[0].attention.rotary.table_PR.shape[1] == width
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, a token can reach 4"),
+        ({"n_group": 3}, "2 of 3 groups of 8 experts"),
+        ({"topk_group": 5}, "5 of 4 groups of 8 experts"),
+    ],
+)
+def test_experts_that_are_not_there_are_refused(change: Config, says: str, new_twin: Callable[..., Any]) -> None:
+    config = new_twin("glm4_moe-groups-norms").theirs.config.to_dict()
+    with pytest.raises(CheckpointError, match=says):
+        build({**config, **change})

@@ -31,6 +31,12 @@ class ClampedSwiglu:
         return (gate_TF * torch.sigmoid(self.alpha * gate_TF) * (up_TF + 1)).to(x_TF.dtype)
 
 
+def even_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid, with an element's bits the same whatever stands beside it: torch.sigmoid computes the elements that
+    are left over from whole vectors in another way."""
+    return torch.stack((x, torch.zeros_like(x)), dim=-1).softmax(dim=-1)[..., 0]
+
+
 Activation = str | ClampedSwiglu
 """What gates: an op, silu_mul or gelu_tanh_mul, or a formula of its own."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tokenspeed.kernels.ops.linear import Linear as LinearOp
-from tokenspeed.layers.activation import Activation, GatedMLP, activate_with, gate_and_up_rows
+from tokenspeed.layers.activation import Activation, GatedMLP, activate_with, even_sigmoid, gate_and_up_rows
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.linear import Linear
 from tokenspeed.layers.weight_map import Names, WeightChoice, WeightEntry, WeightSlot, linear_slots, slot
@@ -235,7 +235,7 @@ class MoE(nn.Module):
         if self.shared is None:
             return out_TD
         shared_TD: torch.Tensor = self.shared(x_TD)
-        return out_TD + (shared_TD if self.shared_gate is None else torch.sigmoid(self.shared_gate(x_TD)) * shared_TD)
+        return out_TD + (shared_TD if self.shared_gate is None else even_sigmoid(self.shared_gate(x_TD)) * shared_TD)
 
     def weight_slots(self) -> list[WeightEntry]:
         """Names relative to the layer."""
@@ -256,7 +256,7 @@ class MoE(nn.Module):
 def _scores(scoring: Scoring, logits_TE: torch.Tensor) -> torch.Tensor:
     if scoring is Scoring.SOFTMAX:
         return logits_TE.softmax(dim=-1)
-    return logits_TE.sigmoid() if scoring is Scoring.SIGMOID else logits_TE
+    return even_sigmoid(logits_TE) if scoring is Scoring.SIGMOID else logits_TE
 
 
 def _within_best_groups(groups: GroupLimit, ranking_TE: torch.Tensor) -> torch.Tensor:

@@ -158,10 +158,12 @@ def test_experts_without_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch
     assert calls == [(1, 3), (5, 2), (6, 1)]
 
 
-def test_a_token_has_the_same_bits_whatever_its_neighbours() -> None:
-    moe = new_moe(MoeSpec(SOFTMAX, ExpertsSpec(NUM_EXPERTS, FF), SharedSpec(FF)))
-    x_TD = random(40, HIDDEN, seed=2)
-    alone = torch.cat([moe(x_TD[token : token + 1]) for token in range(40)])
+@pytest.mark.parametrize("scoring", Scoring)
+def test_a_token_has_the_same_bits_whatever_its_neighbours(scoring: Scoring) -> None:
+    router = RouterSpec(7, 3, scoring, renormalise=True)
+    moe = new_moe(MoeSpec(router, ExpertsSpec(7, FF), SharedSpec(FF, gated=True)))
+    x_TD = random(41, HIDDEN, seed=2)
+    alone = torch.cat([moe(x_TD[token : token + 1]) for token in range(41)])
     assert torch.equal(moe(x_TD), alone)
 
 

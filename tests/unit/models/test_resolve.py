@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,11 @@ def build(config: Config) -> Any:
 
 def test_families_are_found_by_scanning_and_each_has_an_oracle(tested_families: frozenset[str]) -> None:
     assert tested_families == set(supported())
+
+
+def test_the_page_lists_every_family() -> None:
+    page = Path(__file__).parents[3] / "docs" / "add-a-model.md"
+    assert tuple(re.findall(r"^\| `(\w+)` \| \w", page.read_text(), re.MULTILINE)) == supported()
 
 
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", None, "__init__", "../llama"])

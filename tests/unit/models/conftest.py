@@ -148,6 +148,15 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
             "rope_parameters": YARN_MSCALE_ROPE,
         },
     ),
+    "olmo3": (
+        "olmo3",
+        {
+            **TINY,
+            "num_hidden_layers": 4,
+            "sliding_window": 11,
+            "rope_parameters": {"full_attention": YARN_ROPE, "sliding_attention": DEFAULT_ROPE},
+        },
+    ),
     "gemma3": ("gemma3_text", {**GEMMA, "layer_types": GEMMA_TYPES}),
     "gemma3-untied-linear": (
         "gemma3_text",

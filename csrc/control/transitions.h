@@ -260,9 +260,11 @@ inline constexpr bool kIsOutcome<Illegal<Reason>> = true;
 
 // An overload of exactly this pair: one that takes the state or the signal by a conversion does not count.
 template <class Table, class S, class Signal>
-concept HandlesPair = requires(S&& state, Signal&& incoming) {
-  static_cast<decltype(Table::on(std::move(state), std::move(incoming))) (*)(S&&, Signal&&)>(&Table::on);
-  requires kIsOutcome<decltype(Table::on(std::move(state), std::move(incoming)))>;
+using OutcomeOf = decltype(Table::on(std::declval<S>(), std::declval<Signal>()));
+template <class Table, class S, class Signal>
+concept HandlesPair = requires {
+  static_cast<OutcomeOf<Table, S, Signal> (*)(S&&, Signal&&)>(&Table::on);
+  requires kIsOutcome<OutcomeOf<Table, S, Signal>>;
 };
 
 // A table that takes what no list names has a fallback.

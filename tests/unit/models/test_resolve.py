@@ -164,7 +164,7 @@ def test_windows_reach_the_cache_specs(new_twin: Callable[..., Any]) -> None:
     assert {spec.window for spec in new_twin("llama").ours.kv_specs} == {None}
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe-windows", "smollm3-windows", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_moe-windows", "smollm3-windows", "gemma3", "gpt_oss", "olmo3"])
 def test_layer_types_left_out_are_those_of_the_oracle(name: str, new_twin: Callable[..., Any]) -> None:
     config = new_twin(name).theirs.config.to_dict()
     del config["layer_types"]

@@ -157,6 +157,7 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
             "rope_parameters": {"full_attention": YARN_ROPE, "sliding_attention": DEFAULT_ROPE},
         },
     ),
+    "phi3": ("phi3", {**TINY, "sliding_window": 13, "partial_rotary_factor": 0.5}),
     "gemma3": ("gemma3_text", {**GEMMA, "layer_types": GEMMA_TYPES}),
     "gemma3-untied-linear": (
         "gemma3_text",

@@ -204,3 +204,10 @@ def test_experts_that_are_not_there_are_refused(change: Config, says: str, new_t
     config = new_twin("glm4_moe-groups-norms").theirs.config.to_dict()
     with pytest.raises(CheckpointError, match=says):
         build({**config, **change})
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_a_stretch_with_two_sets_of_frequencies_is_not_taken_for_another(kind: str, tiny_config: Config) -> None:
+    scaling = {"type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
+    with pytest.raises(UnsupportedModelError, match=f"rope_type '{kind}' is not supported"):
+        build({**tiny_config, "model_type": "phi3", "rope_scaling": scaling})

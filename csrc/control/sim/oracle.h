@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each request must produce, whatever happens around it: the next token is a function of all tokens before it,
-// so that batching, caching and preemption may not change it.
+// What each request must produce and when it must end, whatever happens around it. Told the same events and results as
+// the plane, it says exactly which sequence events must come.
 #pragma once
 
 #include <cstddef>
@@ -8,76 +8,98 @@
 #include <map>
 #include <optional>
 #include <span>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "event.h"
+#include "history.h"
+#include "layout.h"
 #include "scheduler.h"
+#include "violation.h"
 
 namespace tokenspeed::control::sim {
 
-inline constexpr std::int32_t kVocabulary = 40;
-
-// History: a hash of the namespace and of all tokens so far. It is also what the device keeps as "K/V" of a position.
-[[nodiscard]] std::uint64_t root_history(const std::string& name_space);
-[[nodiscard]] std::uint64_t extend(std::uint64_t history, std::int32_t token_id);
-[[nodiscard]] std::int32_t next_token(std::uint64_t history);
-
-// A violated promise; the text says which.
-class Violation : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-template <class... Values>
-void require(bool holds, const Values&... values) {
-  if (!holds) {
-    std::ostringstream text;
-    ((text << values << ' '), ...);
-    throw Violation(text.str());
+struct KeyOrder {
+  bool operator()(const RequestKey& a, const RequestKey& b) const {
+    return a.index != b.index ? a.index < b.index : a.generation < b.generation;
   }
-}
+};
+template <class T>
+using ByKey = std::map<RequestKey, T, KeyOrder>;
 
 struct Request {
   Submit submit;
   std::vector<std::int32_t> token_ids;  // prompt and what was reported so far
-  std::uint64_t history = 0;
+  History root = 0;
+  std::vector<History> history;  // after each token
+  std::vector<BlockHash> hashes;
   std::int64_t limit = 0;
-  FinishCode code = FinishCode::kNone;
-  FinishCode told = FinishCode::kNone;  // we cancelled or finished it
-  bool faulted = false;                 // the device failed a row of it
+  FinishCode code = FinishCode::kNone;  // how it ended
+  std::optional<std::int32_t> cached_len;
+  std::optional<std::int64_t> kept;  // generated tokens that a Finish left
+  bool may_hold = false;  // its pages may be held when it ends, or are
+  std::optional<std::int64_t> retain_ms;
+  std::optional<std::int64_t> held_since_ms;
 
+  [[nodiscard]] std::int64_t prompt_len() const { return static_cast<std::int64_t>(submit.token_ids.size()); }
   [[nodiscard]] std::int64_t num_generated() const {
-    return static_cast<std::int64_t>(token_ids.size()) - static_cast<std::int64_t>(submit.token_ids.size());
+    return static_cast<std::int64_t>(token_ids.size()) - prompt_len();
   }
+  // Tokens that a Finish may keep now.
+  [[nodiscard]] std::int64_t most_kept() const { return kept.value_or(num_generated()); }
   [[nodiscard]] bool has_ended() const { return code != FinishCode::kNone; }
+  [[nodiscard]] bool ended_well() const { return code == FinishCode::kStop || code == FinishCode::kLength; }
+  // When its hold ends; only while it is held.
+  [[nodiscard]] std::int64_t hold_deadline_ms() const {
+    return retain_ms.value_or(held_since_ms.value_or(0) + submit.retain->ttl_ms);
+  }
+};
+
+// A row's part of a step result. The tokens are those that the device accepted.
+struct RowResult {
+  RequestKey key;
+  bool fault = false;
+  std::vector<std::int32_t> token_ids;
 };
 
 class Oracle {
  public:
-  explicit Oracle(const Config& config) : config_(config) {}
+  explicit Oracle(const Layout& layout) : layout_(layout), known_(layout.base_size()) {}
 
-  // Whether the request must be refused.
-  [[nodiscard]] bool must_refuse(const Submit& submit) const;
-  void add(const Submit& submit);
-  void take(const SequenceEvents& events);
+  // What the plane was told, and what it refused.
+  void apply(std::span<const Event> batch, std::span<const Refusal> refusals);
+  void settle(std::span<const RowResult> rows);
+  // What the plane reports must be what the last of these calls led to, no more and no less.
+  void check(const SequenceEvents& events);
 
-  [[nodiscard]] Request& at(std::int32_t index) { return live_.at(index); }
-  [[nodiscard]] const std::map<std::int32_t, Request>& live() const { return live_; }
-  [[nodiscard]] const std::vector<std::vector<std::int32_t>>& transcripts() const { return transcripts_; }
-  [[nodiscard]] std::size_t num_ended() const { return num_ended_; }
+  [[nodiscard]] Request& at(const RequestKey& key);
+  [[nodiscard]] const Request* find(const RequestKey& key) const;
+  // Requests that have not ended, by index.
+  [[nodiscard]] const std::map<std::int32_t, RequestKey>& live() const { return live_; }
+  [[nodiscard]] const ByKey<Request>& requests() const { return requests_; }
+  [[nodiscard]] const KnownBlocks& known() const { return known_; }
+  [[nodiscard]] std::int64_t now_ms() const { return now_ms_; }
+  [[nodiscard]] std::int64_t num_tokens() const { return num_tokens_; }
 
  private:
-  void take_row(std::span<const std::int32_t> row, std::span<const std::int32_t> token_ids);
-  [[nodiscard]] FinishCode accept(Request& request, std::int32_t token_id) const;
+  struct Told {
+    FinishCode code = FinishCode::kNone;
+    std::size_t num_tokens = 0;
+  };
 
-  Config config_;
-  std::map<std::int32_t, Request> live_;
-  std::vector<std::vector<std::int32_t>> transcripts_;
-  std::size_t num_ended_ = 0;
+  void add(const Submit& submit, bool refused);
+  void end(Request& request, FinishCode code, std::size_t num_tokens);
+  void apply_tick(const Tick& tick);
+  void append(Request& request, std::int32_t token_id);
+  [[nodiscard]] static FinishCode code_after(const Request& request);
+  void check_row(std::span<const std::int32_t> row, std::span<const std::int32_t> token_ids);
+
+  Layout layout_;
+  KnownBlocks known_;
+  ByKey<Request> requests_;
+  std::map<std::int32_t, RequestKey> live_;
+  ByKey<Told> told_;
+  std::int64_t now_ms_ = 0;
+  std::int64_t num_tokens_ = 0;
 };
 
 }  // namespace tokenspeed::control::sim

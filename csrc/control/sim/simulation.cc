@@ -5,184 +5,134 @@
 #include <set>
 #include <utility>
 
-#include "audit.h"
 #include "check.h"
+#include "trace.h"
+#include "violation.h"
 
 namespace tokenspeed::control::sim {
 
 namespace {
 
-constexpr std::int32_t kNumIndices = 12;  // few, so that indices are reused all the time
-constexpr int kMaxDrainSteps = 200'000;
+constexpr std::int64_t kMostEvents = 4;  // in a round
+constexpr std::int64_t kMostDrainRounds = 20'000;
+constexpr std::int64_t kLongAfter = 1'000'000;
 
-Config random_config(Random& random) {
-  Config config;
-  config.block_size = std::int64_t{1} << random.between(0, 3);
-  config.num_blocks = random.chance(50) ? random.between(2, 12) : random.between(12, 64);
-  config.max_num_seqs = static_cast<std::int32_t>(random.between(1, 8));
-  config.max_num_batched_tokens = config.max_num_seqs + random.between(0, random.chance(50) ? 4 : 64);
-  const std::int64_t capacity = config.num_blocks * config.block_size;
-  config.max_model_len = random.chance(70) ? capacity + random.between(0, 8) : random.between(2, 2 * capacity);
-  config.ageing_steps = random.between(1, 40);
-  config.prefix_caching = random.chance(90);
-  return config;
-}
+// What random numbers are drawn for.
+enum What : std::int64_t { kEvent = 1, kRound = 2, kShuffle = 3, kCount = 4 };
 
 }  // namespace
 
-Simulation::Simulation(std::uint64_t seed)
-    : random_(seed),
-      config_(random_config(random_)),
-      max_in_flight_(random_.chance(60) ? 2 : 1),
-      num_rounds_(random_.between(20, 500)),
-      event_percent_(random_.chance(50) ? random_.between(2, 8) : random_.between(8, 50)),
-      end_percent_(random_.chance(60) ? random_.between(0, 3) : random_.between(3, 40)),
-      scheduler_(config_),
-      oracle_(config_),
-      device_(config_, random_.chance(50) ? 0 : random_.between(1, 5)),
-      generations_(kNumIndices, -1) {}
+Simulation::Habits::Habits(Random& random)
+    : max_in_flight(random.chance(70) ? 2 : 1),
+      num_rounds(random.between(30, 260)),
+      event_percent(random.chance(50) ? random.between(4, 15) : random.between(15, 60)),
+      fault_percent(random.chance(60) ? 0 : random.between(1, 4)),
+      transfers{.done_percent = random.chance(50) ? random.between(30, 100) : random.between(4, 30),
+                .fail_percent = random.chance(50) ? 0 : random.between(2, 30)} {}
+
+Simulation::Simulation(const Setup& setup, Coverage& coverage)
+    : setup_(setup),
+      random_(setup.seed),
+      mood_(random_),
+      layout_(random_config(random_, mood_.typical_len)),
+      habits_(random_),
+      coverage_(coverage),
+      scheduler_(layout_.config()),
+      memory_(layout_),
+      oracle_(layout_),
+      device_(layout_, memory_, habits_.fault_percent),
+      transport_(layout_, memory_, habits_.transfers),
+      sessions_(layout_, mood_),
+      replay_(layout_),
+      watch_(layout_, coverage) {}
+
+Random Simulation::random_for(std::int64_t what, std::int64_t which) const {
+  return Random(scramble(setup_.seed) ^ scramble(static_cast<std::uint64_t>(which * 8 + what)));
+}
 
 Report Simulation::run() {
-  for (std::int64_t round = 0; round < num_rounds_; ++round) {
-    if (random_.chance(event_percent_)) {
-      send_events();
-      audit(scheduler_, device_);
-    }
-    if (device_.num_in_flight() < max_in_flight_ && random_.chance(70)) {
-      plan();
-    } else if (device_.is_busy()) {
-      advance();
-    }
-    audit(scheduler_, device_);
+  trace_config(setup_.trace, layout_);
+  const std::int64_t last = std::min(habits_.num_rounds, setup_.num_rounds.value_or(habits_.num_rounds));
+  while (round_ < last) {
+    ++round_;
+    run_round();
   }
   finish_all();
-  report_.config = config_;
   report_.stats = scheduler_.stats();
+  coverage_.count("preemptions", report_.stats.num_preemptions);
+  coverage_.count("prompt tokens", report_.stats.prefix_query_tokens);
+  coverage_.count("prompt tokens from a cache", report_.stats.prefix_hit_tokens);
   return report_;
 }
 
-void Simulation::send_events() {
-  if (random_.chance(3)) {
-    send_invalid_batch();
+void Simulation::run_round() {
+  Random random = random_for(kRound, round_);
+  std::vector<Event> batch;
+  add_events(batch);
+  std::vector<TransferDone> done = transport_.work(random, false);
+  if (!batch.empty() || !done.empty()) {
+    apply(batch, std::move(done));
+  }
+  if (random.chance(2)) {
+    try_invalid_batch(random);
+  }
+  const std::size_t num_in_flight = device_.in_flight().size();
+  if (num_in_flight < habits_.max_in_flight && (num_in_flight == 0 || random.chance(60))) {
+    plan(random);
+  } else if (num_in_flight > 0) {
+    advance();
+  }
+}
+
+void Simulation::add_events(std::vector<Event>& batch) {
+  Random random = random_for(kCount, round_);
+  if (!random.chance(habits_.event_percent)) {
     return;
   }
-  const std::int64_t count = random_.between(1, 3);
-  for (std::int64_t sent = 0; sent < count; ++sent) {
-    send_event();
-  }
-  apply();
-}
-
-void Simulation::send_event() {
-  if (random_.chance(end_percent_)) {
-    send_to_any(random_.between(1, 100));
-    return;
-  }
-  const std::int64_t which = random_.between(1, 100);
-  if (which <= 90) {
-    submit();
-  } else if (which <= 95) {
-    now_ms_ += random_.between(0, 50);
-    scheduler_.enqueue(Tick{.now_ms = now_ms_});
-  } else {
-    scheduler_.enqueue(TransferDone{.lease = LeaseId(random_.between(0, 5)), .ok = random_.chance(50)});
-  }
-}
-
-// To a request that lives, has just ended, or ended long ago.
-void Simulation::send_to_any(std::int64_t which) {
-  const std::int32_t index = any_request();
-  if (index < 0) {
-    return;
-  }
-  const std::int32_t latest = generations_[static_cast<std::size_t>(index)];
-  const bool stale = random_.chance(15);
-  const RequestKey key{.index = index,
-                       .generation = stale ? static_cast<std::int32_t>(random_.between(0, latest)) : latest};
-  const auto found = oracle_.live().find(index);
-  const bool live = found != oracle_.live().end() && found->second.submit.key == key;
-  FinishCode told = FinishCode::kNone;
-  if (which <= 45) {
-    scheduler_.enqueue(Cancel{.key = key});
-    told = FinishCode::kCancelled;
-  } else if (which <= 80) {
-    const std::int64_t most = live ? found->second.num_generated() : 3;
-    scheduler_.enqueue(Finish{.key = key, .keep_tokens = Tokens(random_.between(0, most))});
-    told = FinishCode::kStop;
-  } else if (which <= 90) {
-    scheduler_.enqueue(Retain{.key = key, .deadline_ms = now_ms_ + 10});
-  } else {
-    scheduler_.enqueue(Release{.key = key});
-  }
-  if (live && oracle_.at(index).told == FinishCode::kNone) {
-    oracle_.at(index).told = told;
-  }
-}
-
-std::int32_t Simulation::any_request() {
-  const auto index = static_cast<std::int32_t>(random_.between(0, kNumIndices - 1));
-  const bool queued = std::any_of(queued_.begin(), queued_.end(), [&](const auto& s) { return s.key.index == index; });
-  return generations_[static_cast<std::size_t>(index)] < 0 || queued ? -1 : index;
-}
-
-void Simulation::submit() {
-  const auto index = static_cast<std::int32_t>(random_.between(0, kNumIndices - 1));
-  const bool queued = std::any_of(queued_.begin(), queued_.end(), [&](const auto& s) { return s.key.index == index; });
-  if (!queued && !oracle_.live().contains(index)) {
-    submit_key(index);
-  }
-}
-
-void Simulation::submit_key(std::int32_t index) {
-  std::int32_t& generation = generations_[static_cast<std::size_t>(index)];
-  generation += static_cast<std::int32_t>(random_.between(1, 2));
-  Submit submit;
-  submit.key = RequestKey{.index = index, .generation = generation};
-  submit.token_ids = random_prompt();
-  submit.max_new_tokens = Tokens(random_.chance(80) ? random_.between(1, 24) : random_.between(24, 400));
-  submit.min_new_tokens = Tokens(random_.chance(80) ? 0 : random_.between(0, 10));
-  if (random_.chance(60)) {
-    submit.end_token_ids = {0, 1};
-  }
-  submit.priority = random_.chance(70) ? 0 : static_cast<std::int32_t>(random_.between(-2, 2));
-  submit.name_space = random_.chance(80) ? "" : "tenant";
-  if (random_.chance(10)) {
-    submit.match_limit = Tokens(random_.between(0, 20));
-  }
-  queued_.push_back(submit);
-  scheduler_.enqueue(std::move(submit));
-  ++report_.num_requests;
-}
-
-// Fresh, the start of an earlier transcript, or a whole one with something added (the next turn).
-std::vector<std::int32_t> Simulation::random_prompt() {
-  std::vector<std::int32_t> prompt;
-  const auto& transcripts = oracle_.transcripts();
-  if (!transcripts.empty() && random_.chance(60)) {
-    // Mostly a recent one, of which something may still be cached.
-    const auto count = static_cast<std::int64_t>(transcripts.size());
-    const std::int64_t oldest = random_.chance(80) ? std::max<std::int64_t>(0, count - 4) : 0;
-    prompt = transcripts[static_cast<std::size_t>(random_.between(oldest, count - 1))];
-    if (random_.chance(40)) {
-      prompt.resize(static_cast<std::size_t>(random_.between(0, static_cast<std::int64_t>(prompt.size()))));
+  const std::int64_t count = random.between(1, kMostEvents);
+  for (std::int64_t ordinal = 0; ordinal < count; ++ordinal) {
+    const std::int64_t id = round_ * kMostEvents + ordinal;
+    if (!setup_.dropped.contains(id)) {
+      event_ids_.push_back(id);
+      Random own = random_for(kEvent, id);
+      sessions_.add_event(own, oracle_, scheduler_, batch);
     }
   }
-  const std::int64_t capacity = config_.num_blocks * config_.block_size;
-  const std::int64_t more =
-      random_.chance(85) ? random_.between(1, 2 + capacity / 4) : random_.between(1, capacity + 4);
-  for (std::int64_t added = 0; added < more; ++added) {
-    prompt.push_back(static_cast<std::int32_t>(random_.between(0, kVocabulary - 1)));
+}
+
+void Simulation::apply(std::vector<Event>& batch, std::vector<TransferDone> done) {
+  if (setup_.shuffles) {
+    Random random = random_for(kShuffle, round_);
+    for (std::size_t left = done.size(); left > 1; --left) {
+      std::swap(done[left - 1], done[static_cast<std::size_t>(random.between(0, std::ssize(done) - 1)) % left]);
+    }
   }
-  return prompt;
+  batch.insert(batch.end(), done.begin(), done.end());
+  trace_events(setup_.trace, round_, batch);
+  const Snapshot before = snapshot(scheduler_);
+  for (const Event& event : batch) {
+    scheduler_.enqueue(Event(event));
+    report_.num_requests += std::holds_alternative<Submit>(event) ? 1 : 0;
+  }
+  const std::vector<Refusal> refusals = scheduler_.apply();
+  for (const Refusal& refusal : refusals) {
+    require(refusal.needed > refusal.capacity, "refused with", refusal.needed, "of", refusal.capacity);
+    coverage_.count("refused");
+  }
+  oracle_.apply(batch, refusals);
+  transport_.settle(done);
+  oracle_.check(scheduler_.take_events());
+  watch_.batch(before, batch, snapshot(scheduler_), oracle_);
+  audit();
 }
 
 // Nothing of a batch with an invalid event may take effect.
-void Simulation::send_invalid_batch() {
+void Simulation::try_invalid_batch(Random& random) {
   const Stats before = scheduler_.stats();
-  for (const auto& [index, request] : oracle_.live()) {
-    scheduler_.enqueue(Cancel{.key = request.submit.key});
+  for (const auto& [index, key] : oracle_.live()) {
+    scheduler_.enqueue(Cancel{.key = key});
   }
-  scheduler_.enqueue(Cancel{.key = RequestKey{.index = kNumIndices, .generation = 0}});
+  scheduler_.enqueue(sessions_.invalid_event(random, oracle_));
   bool refused = false;
   try {
     (void)scheduler_.apply();
@@ -193,61 +143,98 @@ void Simulation::send_invalid_batch() {
   const Stats after = scheduler_.stats();
   require(after.num_running == before.num_running && after.num_waiting == before.num_waiting, "batch half applied");
   require(scheduler_.take_events().rows.empty(), "events from an invalid batch");
+  coverage_.count("invalid batch");
+  audit();
 }
 
-void Simulation::apply() {
-  std::set<std::int32_t> refused;
-  for (const Refusal& refusal : scheduler_.apply()) {
-    require(refusal.needed > refusal.capacity, "refused with", refusal.needed, "of", refusal.capacity);
-    refused.insert(refusal.key.index);
-  }
-  for (const Submit& submit : queued_) {
-    const bool is_refused = refused.contains(submit.key.index);
-    require(is_refused == oracle_.must_refuse(submit), "request", submit.key, "refused", is_refused);
-    if (!is_refused) {
-      oracle_.add(submit);
-    }
-  }
-  report_.num_refused += static_cast<std::int64_t>(refused.size());
-  queued_.clear();
-  oracle_.take(scheduler_.take_events());
-}
-
-void Simulation::plan() {
-  const Sequence* first = first_running();
+void Simulation::plan(Random& random) {
+  const Snapshot before = snapshot(scheduler_);
   const StepPlan* plan = scheduler_.next_plan();
-  // Whoever is first in line gets on; only others give way.
-  require(first == nullptr || first->is_running(), "the first in line was preempted");
   require(scheduler_.take_events().rows.empty(), "planning ended a request");
+  trace_plan(setup_.trace, round_, plan);
   if (plan != nullptr) {
     hash_plan(*plan);
-    device_.run(*plan, oracle_, random_);
+    device_.seat(*plan, oracle_);
+    check_sends(*plan);
+    transport_.begin(*plan, device_, oracle_, random);
+    device_.run(*plan, random);
   }
-}
-
-const Sequence* Simulation::first_running() const {
-  const Sequence* first = nullptr;
-  for (const auto& sequence : scheduler_.sequences()) {
-    if (sequence && sequence->is_running() && (first == nullptr || sequence->rank() < first->rank())) {
-      first = &*sequence;
-    }
-  }
-  return first;
+  watch_.plan(before, plan, snapshot(scheduler_), scheduler_, oracle_);
+  audit();
 }
 
 void Simulation::advance() {
-  const DeviceResult result = device_.take_result();
-  scheduler_.advance(StepResult{.step_id = StepId(result.step_id),
-                                .accepted_offsets = result.offsets,
-                                .token_ids = result.token_ids,
-                                .row_faults = result.row_faults,
-                                .fault = result.fault});
-  oracle_.take(scheduler_.take_events());
+  const DeviceStep step = device_.take_step();
+  const Snapshot before = snapshot(scheduler_);
+  std::vector<std::int32_t> offsets{0};
+  std::vector<std::int32_t> token_ids;
+  std::vector<std::int32_t> row_faults;
+  for (const RowResult& row : step.rows) {
+    token_ids.insert(token_ids.end(), row.token_ids.begin(), row.token_ids.end());
+    offsets.push_back(static_cast<std::int32_t>(token_ids.size()));
+    row_faults.push_back(row.fault ? 1 : 0);
+  }
+  trace_result(setup_.trace, round_, step);
+  scheduler_.advance(StepResult{.step_id = StepId(step.step_id),
+                                .accepted_offsets = offsets,
+                                .token_ids = token_ids,
+                                .row_faults = row_faults,
+                                .fault = step.fault});
+  oracle_.settle(step.rows);
+  oracle_.check(scheduler_.take_events());
+  watch_.result(before, step, snapshot(scheduler_), oracle_);
+  audit();
+}
+
+void Simulation::audit() {
+  const Books books = count_handles(layout_, scheduler_);
+  check_pools(layout_, scheduler_, books);
+  check_tables(scheduler_, device_);
+  check_stats(scheduler_, books, oracle_, transport_);
+  replay_.check(scheduler_, memory_, oracle_);
+}
+
+// A peer gets all pages of a sequence, in the order of their blocks, with what its next token needs.
+void Simulation::check_sends(const StepPlan& plan) const {
+  std::set<std::tuple<std::int64_t, std::int32_t>> sent;
+  for (std::size_t index = 0; index < plan.store.num_rows(); ++index) {
+    const auto row = plan.store.row(index);
+    if (row[3] == 0) {
+      sent.emplace(row[1], row[2]);
+    }
+  }
+  std::size_t num_matched = 0;
+  for (const Transfer& transfer : scheduler_.transfers().records()) {
+    const bool is_new = std::any_of(sent.begin(), sent.end(), [&](const auto&) { return true; });
+    if (transfer.kind != TransferKind::kSend || !transfer.slot || transfer.id.value() == 0 || !is_new ||
+        transport_.is_pending(transfer.id.value())) {
+      continue;
+    }
+    const Sequence& sequence = *scheduler_.sequences()[static_cast<std::size_t>(transfer.slot->value())];
+    const Request& request = *oracle_.find(sequence.key());
+    const std::int64_t computed = sequence.computed().value();
+    each_of(sequence.grant().home(), sequence.grant().tables(), [&](const auto& group, const auto& table) {
+      const GroupSpec& spec = layout_.spec(group.number());
+      const std::int64_t size = spec.block_size.value();
+      const bool is_state = spec.kind == GroupKind::kRecurrent;
+      const std::int64_t seen = spec.kind == GroupKind::kWindow ? spec.window.value() - 1 : is_state ? 1 : computed;
+      for (std::int64_t position = std::max<std::int64_t>(0, computed - seen); position < computed; ++position) {
+        const std::int32_t page = table.page(Blocks(position / size)).value();
+        require(sent.contains({group.number(), page}), "request", sequence.key(), "is sent without position", position);
+        const std::size_t cell = is_state ? 0 : static_cast<std::size_t>(position % size);
+        require(memory_.device(group.number(), page).cells[cell] == request.history[static_cast<std::size_t>(position)],
+                "request", sequence.key(), "sends foreign K/V at", position, "group", group.number());
+      }
+    });
+    ++num_matched;
+  }
+  require(sent.empty() || num_matched > 0, "pages are sent that belong to nobody");
 }
 
 void Simulation::hash_plan(const StepPlan& plan) {
-  for (const auto values :
-       {plan.rows.values(), plan.token_ids.values(), plan.seated.values(), plan.page_delta.values()}) {
+  for (const auto values : {plan.rows.values(), plan.token_ids.values(), plan.seated.values(), plan.page_delta.values(),
+                            plan.load.values(), plan.store.values()}) {
+    report_.plan_hash = scramble(report_.plan_hash ^ values.size());
     for (const std::int32_t value : values) {
       report_.plan_hash = scramble(report_.plan_hash ^ static_cast<std::uint32_t>(value));
     }
@@ -256,22 +243,29 @@ void Simulation::hash_plan(const StepPlan& plan) {
 
 // With no more events every request ends and every page comes back.
 void Simulation::finish_all() {
-  for (int step = 0; scheduler_.has_work(); ++step) {
-    require(step < kMaxDrainSteps, "no end in sight:", scheduler_.stats().num_running, "running",
-            scheduler_.stats().num_waiting, "waiting");
-    if (device_.num_in_flight() < max_in_flight_) {
-      plan();
+  const std::int64_t first = round_;
+  while (scheduler_.has_work() || !device_.in_flight().empty() || transport_.num_in_flight() > 0) {
+    ++round_;
+    require(round_ - first < kMostDrainRounds, "no end in sight:", scheduler_.stats().num_running, "running",
+            scheduler_.stats().num_waiting, "waiting", transport_.num_in_flight(), "transfers");
+    Random random = random_for(kRound, round_);
+    std::vector<Event> none;
+    std::vector<TransferDone> done = transport_.work(random, random.chance(20));
+    if (!done.empty()) {
+      apply(none, std::move(done));
     }
-    if (device_.is_busy()) {
+    if (device_.in_flight().size() < habits_.max_in_flight && scheduler_.has_work()) {
+      plan(random);
+    }
+    if (!device_.in_flight().empty()) {
       advance();
     }
-    audit(scheduler_, device_);
-  }
-  while (device_.is_busy()) {
-    advance();
   }
   require(oracle_.live().empty(), oracle_.live().size(), "requests never ended");
-  require(scheduler_.stats().used_blocks == 0, scheduler_.stats().used_blocks, "blocks never came back");
+  ++round_;
+  std::vector<Event> late{Tick{.now_ms = oracle_.now_ms() + kLongAfter}};
+  apply(late, {});
+  check_baseline(layout_, scheduler_);
 }
 
 }  // namespace tokenspeed::control::sim

@@ -403,6 +403,14 @@ void CacheGroup<Kind>::end_load(Table& table, LoadItem<Kind>&& item, const Block
 }
 
 template <class Kind>
+void CacheGroup<Kind>::drop_load(LoadItem<Kind>&& item) {
+  LoadItem<Kind> last(std::move(item));
+  if (last.source) {
+    host_.release(std::move(*last.source));
+  }
+}
+
+template <class Kind>
 void CacheGroup<Kind>::fail_load(LoadItem<Kind>&& item) {
   LoadItem<Kind> last(std::move(item));
   if (!last.source) {

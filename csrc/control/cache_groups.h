@@ -144,9 +144,10 @@ class CacheGroup {
   // them where the host tier is full and they may be dropped.
   void make_ready(Blocks wanted, Blocks most_stores, bool may_drop, std::vector<StoreItem<Kind>>& stores);
   void end_store(StoreItem<Kind>&& item, const TransferReceipt* receipt);
-  // The transfer has written the block, or has failed and what it read is forgotten.
+  // The transfer has written the block; or it has, and nobody wants it; or it has failed and what it read is forgotten.
   void end_load(Table& table, LoadItem<Kind>&& item, const BlockHashes& hashes, std::span<const std::int32_t> token_ids,
                 const TransferReceipt& receipt);
+  void drop_load(LoadItem<Kind>&& item);
   void fail_load(LoadItem<Kind>&& item);
 
   [[nodiscard]] const DevicePool& device() const { return device_; }

@@ -58,7 +58,9 @@ class BatchCheck {
 
   void operator()(const Finish& finish) const {
     check_known(finish.key);
-    const Tokens most = batch_.contains(finish.key.index) ? Tokens(0) : context_.num_generated(finish.key);
+    const auto found = batch_.find(finish.key.index);
+    const bool is_new = found != batch_.end() && found->second == finish.key.generation;
+    const Tokens most = is_new ? Tokens(0) : context_.num_generated(finish.key);
     TS_CHECK(finish.keep_tokens >= Tokens(0) && finish.keep_tokens <= most, "request", finish.key, "keep_tokens",
              finish.keep_tokens, "generated", most);
   }

@@ -213,6 +213,10 @@ void Scheduler::end_loads(Transfer& transfer) {
         PageTable<Kind>& table = partition.table<Kind>(tables, item.group);
         const Tokens end = group.tokens_in(item.block + Blocks(1));
         counters_.loaded_tokens += item.source && group.id() == Group(0) ? group.block_size().value() : 0;
+        if (end > sequence.len()) {
+          group.drop_load(std::move(item));  // a Finish has cut the history before the block's end
+          continue;
+        }
         group.end_load(table, std::move(item), sequence.block_hashes(end, base_size_), sequence.token_ids(), written);
       } else {
         group.fail_load(std::move(item));

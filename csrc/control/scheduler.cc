@@ -2,6 +2,7 @@
 #include "scheduler.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -56,6 +57,19 @@ StepPlan make_plan(const Config& config) {
                              .token_ids = static_cast<std::size_t>(config.max_num_batched_tokens) * partitions,
                              .page_delta = 2 * pages + rows,
                              .transfers = pages});
+}
+
+// Acknowledgements that come together have no order of their own. They are taken in that of their leases, so that the
+// way in which they came reaches no plan.
+void sort_acknowledgements(std::vector<Event>& batch) {
+  const auto is_done = [](const Event& event) { return std::holds_alternative<TransferDone>(event); };
+  if (std::none_of(batch.begin(), batch.end(), is_done)) {
+    return;
+  }
+  const auto first = std::stable_partition(batch.begin(), batch.end(), std::not_fn(is_done));
+  std::stable_sort(first, batch.end(), [](const Event& a, const Event& b) {
+    return std::get<TransferDone>(a).lease < std::get<TransferDone>(b).lease;
+  });
 }
 
 std::uint64_t packed(const RequestKey& key) {
@@ -134,6 +148,7 @@ std::vector<Refusal> Scheduler::apply() {
   std::vector<Event> batch;
   batch.swap(pending_);
   check_batch(batch);
+  sort_acknowledgements(batch);
   std::vector<Refusal> refusals;
   for (Event& event : batch) {
     std::visit(
@@ -239,7 +254,8 @@ void Scheduler::on(const Finish& finish) {
   Sequence& sequence = at(*slot);
   const bool ended = sequence.has_ended();
   if (!sequence.is<Held>()) {
-    sequence.keep_generated(finish.keep_tokens);
+    // A second Finish of the same batch cannot bring back what the first one cut.
+    sequence.keep_generated(std::min(finish.keep_tokens, sequence.num_generated()));
   }
   if (!ended) {
     end_told(sequence, {}, FinishCode::kStop);

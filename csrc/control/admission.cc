@@ -143,6 +143,8 @@ void Scheduler::seat(StepPlan& plan, Partition& partition, Slot slot) {
   });
   SeatHold hold = partition.seats().take();
   const Seat seat = hold.seat();
+  // One that gave way in this very plan may have sat there, and lost expired pages before.
+  plan.page_delta.drop(seat.value());
   plan.seated.push({seat.value(), sequence.key().index, sequence.key().generation});
   partition.each(tables, [&](auto& group, auto& table) {
     for (Blocks block = table.first(); block < table.size(); block += Blocks(1)) {

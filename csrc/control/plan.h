@@ -2,6 +2,7 @@
 // One step as execution reads it: flat int32 arrays in buffers that are reused and never move.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -27,6 +28,19 @@ class FlatBuffer {
   void push(const std::array<std::int32_t, Width>& row) {
     TS_CHECK(room() >= 1, "capacity", max_rows_, "width", Width);
     data_.insert(data_.end(), row.begin(), row.end());
+  }
+
+  // All rows that begin with the value go.
+  void drop(std::int32_t first) {
+    std::size_t kept = 0;
+    for (std::size_t index = 0; index < data_.size(); index += Width) {
+      if (data_[index] != first) {
+        std::copy_n(data_.begin() + static_cast<std::ptrdiff_t>(index), Width,
+                    data_.begin() + static_cast<std::ptrdiff_t>(kept));
+        kept += Width;
+      }
+    }
+    data_.resize(kept);
   }
 
   void append(std::span<const std::int32_t> values)
@@ -57,9 +71,9 @@ struct PlanLimits {
 };
 
 // rows: seat, kind, context_len, query_len, draft_len. seated: seat, request index, generation.
-// page_delta: seat, group, block index, page (0 where the block has expired). load, store: lease, group numbered over all
-// partitions, device page, host page (0 for a peer). zero (group, page) and copy (group, source, target) are there for
-// execution; no group needs them today.
+// page_delta: seat, group, block index, page (0 where the block has expired), no block twice. load, store: lease, group
+// numbered over all partitions, device page, host page (0 for a peer). zero (group, page) and copy (group, source,
+// target) are there for execution; no group needs them today.
 struct StepPlan {
   explicit StepPlan(const PlanLimits& limits)
       : rows(limits.rows),

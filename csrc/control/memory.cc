@@ -16,6 +16,28 @@ constexpr Blocks kMostStores{256};
 
 std::int32_t narrow(std::int64_t value) { return static_cast<std::int32_t>(value); }
 
+// Calls visit(group, page) for each page that a peer takes.
+template <class F>
+void each_sent(Sequence& sequence, F&& visit) {
+  const Tokens len = sequence.computed();
+  Grant& grant = sequence.grant();
+  grant.home().each(grant.tables(), [&](const auto& group, const auto& table) {
+    for (Blocks block = table.first(); block < group.blocks_covering(len) && block < table.size();
+         block += Blocks(1)) {
+      if (!table.page(block).is_null()) {
+        visit(group, table.page(block));
+      }
+    }
+  });
+}
+
+std::size_t num_sent(Sequence& sequence) {
+  std::size_t count = 0;
+  each_sent(sequence, [&](const auto&, auto) { ++count; });
+  TS_CHECK(count > 0, "request", sequence.key(), "has nothing to send");
+  return count;
+}
+
 }  // namespace
 
 template <class Kind>
@@ -35,9 +57,11 @@ Scheduler::Room Scheduler::find_room(Partition& partition, CacheGroup<Kind>& gro
       break;
     }
   }
-  // Pages come back with the next results; taking more now would only be thrash.
-  const bool comes_back = num_of(List::kGivingWay) + num_of(List::kEnding) + num_of(List::kSending) > 0 ||
-                          group.num_storing() > Blocks(0);
+  // Pages come back with the next results; taking more now would only be thrash. What awaits a transfer can give way
+  // once that has ended, so the first in line does not have to.
+  const bool comes_back =
+      num_of(List::kGivingWay) + num_of(List::kEnding) + num_of(List::kSending) + num_of(List::kAwaiting) > 0 ||
+      group.num_storing() > Blocks(0);
   return comes_back || !group.kKeepsAll ? Room::kWait : Room::kNone;
 }
 
@@ -139,25 +163,17 @@ void Scheduler::push_stores(StepPlan& plan, Partition& partition) {
 }
 
 void Scheduler::plan_sends(StepPlan& plan) {
-  while (!to_send_.empty()) {
+  // Sequences may share pages, so that not all may find a place; who does not goes with the next plan.
+  while (!to_send_.empty() && num_sent(at(to_send_.back())) <= plan.store.room()) {
     const Slot slot = to_send_.back();
     to_send_.pop_back();
     Grant& grant = at(slot).grant();
     Transfer& transfer = transfers_.begin(TransferKind::kSend, grant.home().id());
     transfer.slot = slot;
     transfer.lease.emplace(ledger_.lease(grant.seat()));
-    const Tokens len = at(slot).computed();
-    bool any = false;
-    grant.home().each(grant.tables(), [&](auto& group, auto& table) {
-      for (Blocks block = table.first(); block < group.blocks_covering(len) && block < table.size();
-           block += Blocks(1)) {
-        if (!table.page(block).is_null()) {
-          plan.store.push({narrow(transfer.id.value()), narrow(group.number()), table.page(block).value(), 0});
-          any = true;
-        }
-      }
+    each_sent(at(slot), [&](const auto& group, auto page) {
+      plan.store.push({narrow(transfer.id.value()), narrow(group.number()), page.value(), 0});
     });
-    TS_CHECK(any, "request", at(slot).key(), "has nothing to send");
   }
 }
 

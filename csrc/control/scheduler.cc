@@ -56,7 +56,8 @@ StepPlan make_plan(const Config& config) {
   return StepPlan(PlanLimits{.rows = rows,
                              .token_ids = static_cast<std::size_t>(config.max_num_batched_tokens) * partitions,
                              .page_delta = 2 * pages + rows,
-                             .transfers = pages});
+                             // Each page may be stored, and one sequence's be sent.
+                             .transfers = 2 * pages});
 }
 
 // Acknowledgements that come together have no order of their own. They are taken in that of their leases, so that the

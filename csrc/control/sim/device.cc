@@ -65,11 +65,14 @@ void Device::check_shape(const StepPlan& plan) const {
 }
 
 void Device::apply_pages(const StepPlan& plan) {
+  std::set<std::array<std::int32_t, 3>> named;
   for (std::size_t index = 0; index < plan.page_delta.num_rows(); ++index) {
     const auto row = plan.page_delta.row(index);
     require(row[0] >= 0 && row[0] < num_seats() && row[1] >= 0 && row[1] < layout_.num_groups() && row[2] >= 0,
             "delta of seat", row[0], "group", row[1], "block", row[2]);
     require(row[3] >= 0 && row[3] <= layout_.spec(row[1]).num_blocks.value(), "group", row[1], "page", row[3]);
+    require(named.insert({row[0], row[1], row[2]}).second, "seat", row[0], "group", row[1], "block", row[2],
+            "twice in a plan");
     Seated& seat = seats_[at(row[0])];
     require(!seat.tables.empty(), "delta of seat", row[0], "where nobody ever sat");
     auto& table = seat.tables[at(row[1])];

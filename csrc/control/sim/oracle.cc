@@ -34,8 +34,9 @@ void Oracle::apply(std::span<const Event> batch, std::span<const Refusal> refusa
       }
     } else if (const auto* finish = std::get_if<Finish>(&event)) {
       if (requests_.contains(finish->key)) {
-        at(finish->key).kept = finish->keep_tokens.value();
-        end(at(finish->key), FinishCode::kStop, 0);
+        Request& request = at(finish->key);
+        request.kept = std::min(request.most_kept(), finish->keep_tokens.value());
+        end(request, FinishCode::kStop, 0);
       }
     } else if (const auto* retain = std::get_if<Retain>(&event)) {
       if (requests_.contains(retain->key)) {

@@ -38,7 +38,9 @@ struct Request {
   std::optional<std::int64_t> kept;  // generated tokens that a Finish left
   bool may_hold = false;  // its pages may be held when it ends, or are
   std::optional<std::int64_t> retain_ms;
+  // When its hold began, at the earliest and at the latest: time passes within a batch.
   std::optional<std::int64_t> held_since_ms;
+  std::int64_t held_by_ms = 0;
 
   [[nodiscard]] std::int64_t prompt_len() const { return static_cast<std::int64_t>(submit.token_ids.size()); }
   [[nodiscard]] std::int64_t num_generated() const {
@@ -48,9 +50,12 @@ struct Request {
   [[nodiscard]] std::int64_t most_kept() const { return kept.value_or(num_generated()); }
   [[nodiscard]] bool has_ended() const { return code != FinishCode::kNone; }
   [[nodiscard]] bool ended_well() const { return code == FinishCode::kStop || code == FinishCode::kLength; }
-  // When its hold ends; only while it is held.
-  [[nodiscard]] std::int64_t hold_deadline_ms() const {
+  // When its hold may end, and when it must; only while it is held.
+  [[nodiscard]] std::int64_t hold_may_end_ms() const {
     return retain_ms.value_or(held_since_ms.value_or(0) + submit.retain->ttl_ms);
+  }
+  [[nodiscard]] std::int64_t hold_must_end_ms() const {
+    return retain_ms.value_or(held_by_ms + submit.retain->ttl_ms);
   }
 };
 

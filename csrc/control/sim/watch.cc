@@ -38,6 +38,7 @@ std::string_view state_or_done(const Snapshot& snapshot, const RequestKey& key) 
 
 Snapshot snapshot(const Scheduler& scheduler) {
   Snapshot taken;
+  taken.now_ms = scheduler.now_ms();
   std::vector<const Sequence*> first(at(scheduler.config().num_partitions));
   for (const auto& sequence : scheduler.sequences()) {
     if (!sequence) {
@@ -82,7 +83,8 @@ void Watch::see_states(const Snapshot& before, const Snapshot& after, Oracle& or
     Request& request = oracle.at(key);
     if (state == "Held" && !request.held_since_ms) {
       require(request.may_hold, "request", key, "is held and must not be");
-      request.held_since_ms = oracle.now_ms();
+      request.held_since_ms = before.now_ms;
+      request.held_by_ms = oracle.now_ms();
     }
   }
   for (const auto& [key, state] : before.states) {
@@ -110,7 +112,7 @@ void Watch::see_tick(const Snapshot& before, const Tick& tick, const Oracle& ora
     if (touched.contains(key)) {
       continue;
     }
-    if (state == "Held" && request->hold_deadline_ms() <= tick.now_ms) {
+    if (state == "Held" && request->hold_may_end_ms() <= tick.now_ms) {
       coverage_.saw(state, "Expired");
     } else if (request->code == FinishCode::kDeadline && request->submit.deadline_ms &&
                *request->submit.deadline_ms <= tick.now_ms && *request->submit.deadline_ms >= 0) {
@@ -154,11 +156,12 @@ void Watch::batch(const Snapshot& before, std::span<const Event> events, const S
   check_holds(after, oracle);
   for (const auto& [key, held] : before.held) {
     const Request& request = oracle.at(key);
-    const bool stays = request.may_hold && (!ticked || request.hold_deadline_ms() > oracle.now_ms());
-    require(after.held.contains(key) || !stays || touched.contains(key), "request", key,
+    const bool may_end = !request.may_hold || (ticked && request.hold_may_end_ms() <= oracle.now_ms());
+    const bool must_end = !request.may_hold || (ticked && request.hold_must_end_ms() <= oracle.now_ms());
+    require(after.held.contains(key) || may_end || touched.contains(key), "request", key,
             "was let go though nobody asked");
-    require(!after.held.contains(key) || stays || !ticked || touched.contains(key), "request", key,
-            "is held past its deadline", request.hold_deadline_ms());
+    require(!after.held.contains(key) || !must_end || touched.contains(key), "request", key,
+            "is held past its deadline", request.hold_must_end_ms());
   }
 }
 

@@ -26,6 +26,7 @@ struct HeldThen {
 };
 
 struct Snapshot {
+  std::int64_t now_ms = 0;
   ByKey<std::string_view> states;
   std::map<std::int64_t, RequestKey> waiting_for;  // by lease, whose transfer it is
   ByKey<HeldThen> held;

@@ -9,7 +9,7 @@ JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full check format sim bench bench-control docs clean
+.PHONY: help setup demo serve test test-full check format sim bench bench-control docs docs-control clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,11 @@ bench-control: $(VENV)/.base ## what planning costs: 128 running requests of 32k
 
 docs: $(VENV)/.check ## the documentation as HTML in build/docs, links checked
 	@$(BIN)/mkdocs build --strict --quiet --site-dir build/docs && echo "build/docs/index.html"
+
+docs-control: ## the table and the diagram of docs/control-plane.md, from csrc/control/transitions.h
+	@mkdir -p build
+	@$(CXX) -std=c++20 -Icsrc/control csrc/control/tests/transition_table.cc -o build/transition_table
+	@build/transition_table docs && echo "docs/control-plane.md"
 
 clean: ## remove what was built, the environment included
 	@rm -rf build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -17,7 +17,7 @@ from tokenspeed.spmd.cost import CostModel, Pricing
 from tokenspeed.spmd.declare import Form, Placement, forms
 from tokenspeed.spmd.graph import Graph, Op, Value
 from tokenspeed.spmd.mesh import Mesh
-from tokenspeed.spmd.placement import Axes, Layout, LayoutError
+from tokenspeed.spmd.placement import Axes, Layout, LayoutError, axes_of, layouts, with_addends
 from tokenspeed.spmd.program import Call, Move, Plan, Program, Step, Variant
 from tokenspeed.spmd.routes import Hop, Routes
 
@@ -28,8 +28,10 @@ NUM_RIVALS = 32
 
 Kept = tuple[Layout, ...]
 State = tuple[Kept, ...]
-Fate = tuple[tuple[Placement, int], ...]
-"""Who else reads a value: placements in order, with the number of that op's inputs."""
+Reader = tuple[Placement, int]
+"""A placement and which of its inputs a value is."""
+Fate = tuple[Reader, ...]
+"""Who reads a value from here on, in order."""
 
 
 def compile_plan(
@@ -104,15 +106,15 @@ class _Search:
     def __init__(self, graph: Graph, pricing: Pricing) -> None:
         self._ops = tuple(graph.ops)
         self._pricing = pricing
-        self._readers: list[list[tuple[int, Placement, int]]] = [[] for _ in graph.values]
+        self._readers: list[list[tuple[int, Reader]]] = [[] for _ in graph.values]
         for place, op in enumerate(self._ops):
-            for value in op.ins:
-                self._readers[value.index].append((place, op.placement, len(op.ins)))
+            for slot, value in enumerate(op.ins):
+                self._readers[value.index].append((place, (op.placement, slot)))
         self._routes: dict[int, Routes] = {}
         self._steps: dict[tuple[_Shape, tuple[tuple[State, int], ...]], tuple[int, _Level]] = {}
         self._ways: dict[_Shape, dict[State, tuple[_Way, ...]]] = {}
         self._kept: dict[tuple[int, Fate, Kept], Kept] = {}
-        self._wants: dict[Placement, tuple[Layout, ...]] = {}
+        self._wants: dict[Fate, tuple[Layout, ...]] = {}
 
     def run(self) -> tuple[int, Program]:
         live: tuple[Value, ...] = ()
@@ -215,14 +217,14 @@ class _Search:
         direct = routes.best(kept, target)
         if direct is None:
             return
-        yield direct[0], _made(kept, direct[1], target), direct[1], ()
-        if len(fate) == 1:
-            if slot == 0 and shape.placement.fuses:
-                for price, path, axes in routes.fused(kept, target):
-                    yield price, (*kept, target), path, axes
-            return
         made = _made(kept, direct[1], target)
-        for between in routes.whole_layouts():
+        yield direct[0], made, direct[1], ()
+        if slot == 0 and shape.placement.fuses and shape.slots.count(place) == 1:
+            for price, path, axes in routes.fused(kept, target):
+                yield price, _made(kept, path, with_addends(target, axes)), path, axes
+        if len(fate) == 1:
+            return
+        for between in self._wanted(fate):
             last = routes.between(between, target)
             first = None if last is None or last[0] >= direct[0] else routes.best(kept, between)
             if first is None or last is None:
@@ -247,17 +249,21 @@ class _Search:
         key = (width, fate, kept)
         if key not in self._kept:
             routes = self._route_table(width)
-            targets = {layout for placement, _ in fate for layout in self._wanted(placement)}
-            if len(fate) > 1:
-                targets |= set(routes.whole_layouts())
-            self._kept[key] = routes.worth_keeping(kept, sorted(targets))
+            self._kept[key] = routes.worth_keeping(kept, self._wanted(fate))
         return self._kept[key]
 
-    def _wanted(self, placement: Placement) -> tuple[Layout, ...]:
-        if placement not in self._wants:
-            wanted = {form.source for form in forms(placement, self._pricing.mesh, "")}
-            self._wants[placement] = tuple(sorted(wanted))
-        return self._wants[placement]
+    def _wanted(self, fate: Fate) -> tuple[Layout, ...]:
+        """The layouts at which these readers may take a value; when there are several, also those between."""
+        if fate not in self._wants:
+            mesh = self._pricing.mesh
+            wanted = set(layouts(len(mesh.axes), "RS")) if len(fate) > 1 else set()
+            for placement, slot in fate:
+                sources = {form.source for form in forms(placement, mesh, "")}
+                if placement.fuses and slot == 0:
+                    sources |= {with_addends(layout, axes) for layout in sources for axes in axes_of(layout, "R")}
+                wanted |= sources
+            self._wants[fate] = tuple(sorted(wanted))
+        return self._wants[fate]
 
     def _route_table(self, width: int) -> Routes:
         if width not in self._routes:
@@ -275,7 +281,7 @@ class _Search:
 
     def _fate(self, value: Value, start: int) -> Fate:
         """Who reads a value from op `start` on; an op that reads it twice counts twice."""
-        return tuple((placement, num_ins) for place, placement, num_ins in self._readers[value.index] if place >= start)
+        return tuple(reader for place, reader in self._readers[value.index] if place >= start)
 
     def _live_after(self, place: int, live: tuple[Value, ...]) -> tuple[Value, ...]:
         candidates = (*live, *self._ops[place].outs)

@@ -9,7 +9,6 @@ inputs of an op have one layout, and all its outputs. Knows no model and no pric
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -24,10 +23,12 @@ WITH_EXCHANGE = {"R>R", "S>S", "R>S", "S>R"}
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective inside an op, over the axes of the choice that it belongs to. width: elements a token moves."""
+    """A collective inside an op, over the axes of the choice that it belongs to. width: elements a token moves;
+    copies: how many times it may have to, at most once to each rank of the group."""
 
     kind: MoveKind
     width: int
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class PlacedExchange:
-    """An exchange on the axes of a mesh."""
+    """An exchange on the axes of a mesh. width: elements a token moves, all copies together."""
 
     kind: MoveKind
     axes: Axes
@@ -146,7 +147,10 @@ def _form(mesh: Mesh, placement: Placement, picked: tuple[Alternative | None, ..
         axes = mesh.axes_of(choice.group)
         source.update(dict.fromkeys(axes, alternative.source))
         target.update(dict.fromkeys(axes, alternative.target))
-        exchanges += [PlacedExchange(each.kind, axes, each.width) for each in alternative.exchanges]
+        num_ranks = mesh.size_of(axes)
+        exchanges += [
+            PlacedExchange(each.kind, axes, each.width * min(each.copies, num_ranks)) for each in alternative.exchanges
+        ]
     return Form(_joined(source), _joined(target), tuple(exchanges))
 
 
@@ -184,7 +188,7 @@ def projection(in_width: int, out_width: int, *, bias: bool = False, itemsize: i
 def experts(width: int, top_k: int, *, all_to_all: bool = True) -> Placement:
     """Routed experts: over ep either every rank computes its experts for all rows, or rows travel to their experts and
     back; each expert is split over the moe group."""
-    exchange = Exchange(MoveKind.ALL_TO_ALL, width * top_k)
+    exchange = Exchange(MoveKind.ALL_TO_ALL, width, copies=top_k)
     ways = (Alternative("R>P"), *([Alternative("S>S", (exchange, exchange))] if all_to_all else []))
     choices = (Choice(Group.EP, ways), Choice.of(Group.MOE, "R>P"))
     return Placement(choices, token_local=True, idle_ok=False, launches=6)
@@ -194,8 +198,3 @@ def head(vocab_size: int, group: Group = Group.DENSE) -> Placement:
     """Logits from a vocabulary split over a group: each rank computes its columns and gathers the others'."""
     gather = Alternative("R>R", (Exchange(MoveKind.ALL_GATHER, vocab_size),))
     return Placement((Choice(group, (gather,)),), token_local=True, idle_ok=False)
-
-
-def letters_along(layout: Layout, axes: Axes) -> Iterator[str]:
-    """The letters of a layout on some axes."""
-    return (layout[axis] for axis in axes)

@@ -59,7 +59,7 @@ class Graph:
         if name in self._names:
             raise LayoutError(f"{name}: two ops have this name")
         for value in ins:
-            if self.values[value.index] != value:
+            if value not in self.values:
                 raise LayoutError(f"{name}: the input {value.name} belongs to another graph")
             if value.rows != ins[0].rows:
                 raise LayoutError(f"{name}: {value.name} has the rows of {value.rows}, {ins[0].name} of {ins[0].rows}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate, combinations, product
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,17 @@ def moved(layout: Layout, kind: MoveKind, axes: Axes, op: str) -> Layout:
             raise LayoutError(f"{op}: {kind} along axis {axis} needs {source}, but {layout} has {letters[axis]}")
         letters[axis] = target
     return "".join(letters)
+
+
+def with_addends(layout: Layout, axes: Axes) -> Layout:
+    """What an all-reduce along these axes turns into the layout."""
+    return "".join("P" if axis in axes else letter for axis, letter in enumerate(layout))
+
+
+def axes_of(layout: Layout, letter: str) -> tuple[Axes, ...]:
+    """Every choice of at least one axis with this letter."""
+    fitting = [axis for axis, each in enumerate(layout) if each == letter]
+    return tuple(axes for size in range(1, len(fitting) + 1) for axes in combinations(fitting, size))
 
 
 def layouts(num_axes: int, letters: str = "RSP") -> tuple[Layout, ...]:

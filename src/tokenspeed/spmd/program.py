@@ -16,7 +16,7 @@ from itertools import groupby
 from tokenspeed.spmd.declare import Form, forms
 from tokenspeed.spmd.graph import Op
 from tokenspeed.spmd.mesh import Mesh
-from tokenspeed.spmd.placement import Axes, Layout, LayoutError, MoveKind, TokenTable, moved, shown
+from tokenspeed.spmd.placement import Axes, Layout, LayoutError, MoveKind, TokenTable, moved, shown, with_addends
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Call:
         """The layout at which an input arrives."""
         if slot or not self.fused:
             return self.form.source
-        return "".join("P" if axis in self.fused else letter for axis, letter in enumerate(self.form.source))
+        return with_addends(self.form.source, self.fused)
 
 
 Step = Move | Call

@@ -9,10 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import combinations
 
 from tokenspeed.spmd.cost import Pricing
-from tokenspeed.spmd.placement import LETTERS_OF, Axes, Layout, MoveKind, layouts, moved
+from tokenspeed.spmd.placement import LETTERS_OF, Axes, Layout, MoveKind, axes_of, moved, with_addends
 
 Hop = tuple[Layout, MoveKind, Axes]
 Route = tuple[int, tuple[Hop, ...]]
@@ -23,13 +22,11 @@ INFINITE = float("inf")
 @cache
 def hops(layout: Layout) -> tuple[tuple[MoveKind, Axes, Layout], ...]:
     """Every single move from a layout: one kind, along any axes that fit it."""
-    found = []
-    for kind, (source, _) in LETTERS_OF.items():
-        fitting = [axis for axis, letter in enumerate(layout) if letter == source]
-        for size in range(1, len(fitting) + 1):
-            for axes in combinations(fitting, size):
-                found.append((kind, axes, moved(layout, kind, axes, "route")))
-    return tuple(found)
+    return tuple(
+        (kind, axes, moved(layout, kind, axes, "route"))
+        for kind, (source, _) in LETTERS_OF.items()
+        for axes in axes_of(layout, source)
+    )
 
 
 class Routes:
@@ -42,7 +39,6 @@ class Routes:
         self._gains: dict[tuple[Kept, Layout], int] = {}
         self._best: dict[tuple[Kept, Layout], Route | None] = {}
         self._turning: dict[tuple[Kept, Kept, bool], float] = {}
-        self._whole = layouts(len(pricing.mesh.axes), "RS")
 
     def between(self, source: Layout, target: Layout) -> Route | None:
         """Price and moves, None when there is no way."""
@@ -91,13 +87,11 @@ class Routes:
     def fused(self, kept: Kept, target: Layout) -> Iterator[tuple[int, tuple[Hop, ...], Axes]]:
         """Routes whose last move is an all-reduce that the op makes itself: price with the saving, moves before it,
         and the axes."""
-        whole = [axis for axis, letter in enumerate(target) if letter == "R"]
-        for size in range(1, len(whole) + 1):
-            for axes in combinations(whole, size):
-                partial = "".join("P" if axis in axes else letter for axis, letter in enumerate(target))
-                route = self.best(kept, partial)
-                if route is not None:
-                    yield route[0] + self.pricing.fused_fs(axes, partial, self.width), route[1], axes
+        for axes in axes_of(target, "R"):
+            partial = with_addends(target, axes)
+            route = self.best(kept, partial)
+            if route is not None:
+                yield route[0] + self.pricing.fused_fs(axes, partial, self.width), route[1], axes
 
     def worth_keeping(self, kept: Iterable[Layout], targets: Iterable[Layout]) -> tuple[Layout, ...]:
         """The layouts without those from which no target is reached cheaper than from one other that is kept."""
@@ -121,7 +115,3 @@ class Routes:
                 saved.append(0 if route is None else route[0] - price)
             self._gains[kept, more] = max(saved)
         return self._gains[kept, more]
-
-    def whole_layouts(self) -> tuple[Layout, ...]:
-        """All layouts without addends."""
-        return self._whole

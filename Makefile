@@ -44,12 +44,13 @@ format: $(VENV)/.check ## rewrite the sources in the project's format
 	@$(BIN)/ruff format src tests bench examples && $(BIN)/ruff check --fix src tests bench examples
 	@find csrc -name '*.h' -o -name '*.cc' | xargs $${CLANG_FORMAT:-clang-format-19} -i
 
-sim: ## the control plane's simulator under ASan and UBSan: make sim SEEDS=1000, or SEED=7 for one
+sim: ## the control plane's simulator under ASan and UBSan: make sim SEEDS=1000, or SEED=7 for one, SHOW=1 to see it
 	@mkdir -p build
 	@cmake -S . -B build/sim -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTOKENSPEED_TESTS=ON -DTOKENSPEED_SANITIZE=ON \
 	  >build/sim.log 2>&1 || { cat build/sim.log; exit 1; }
 	@cmake --build build/sim -j $(JOBS) --target control_sim control_tests >build/sim.log 2>&1 || { cat build/sim.log; exit 1; }
-	@build/sim/csrc/control/control_sim $(if $(SEED),--seed $(SEED) --seeds 1,--seeds $(SEEDS))
+	@build/sim/csrc/control/control_sim $(if $(SEED),--seed $(SEED) \
+	  $(if $(SHOW),--html build/sim-$(SEED).html),--seeds $(SEEDS) --jobs $(JOBS) $(if $(SHOW),--show))
 
 bench: $(VENV)/.test ## decode speed of the default model beside transformers, same run
 	@$(BIN)/python bench/decode_cpu.py $(ARGS)

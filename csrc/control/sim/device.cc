@@ -234,8 +234,7 @@ void Device::write_cell(DeviceStep& step, std::int32_t seat_number, std::int64_t
   if (step.written.insert(name).second) {
     check_writer(step, seat_number, name);
   }
-  memory_.write(number, page, spec.kind == GroupKind::kRecurrent ? 0 : at(position % spec.block_size.value()),
-                history);
+  memory_.write(number, page, spec.kind == GroupKind::kRecurrent ? 0 : at(position % spec.block_size.value()), history);
 }
 
 // A page that one sequence writes is in no table of a row in flight but that sequence's own.

@@ -77,9 +77,7 @@ class Device {
   void check_writer(const DeviceStep& step, std::int32_t seat, const PageName& name) const;
   // The page of a block, or kUntold.
   [[nodiscard]] std::int32_t entry(const Seated& seat, std::int64_t number, std::int64_t block) const;
-  [[nodiscard]] std::int64_t first_number(std::int32_t seat) const {
-    return partition_of(seat) * layout_.num_groups();
-  }
+  [[nodiscard]] std::int64_t first_number(std::int32_t seat) const { return partition_of(seat) * layout_.num_groups(); }
 
   Layout layout_;
   Memory& memory_;

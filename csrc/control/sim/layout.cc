@@ -23,7 +23,7 @@ GroupSpec random_group(Random& random, const Config& config, std::int64_t typica
     // Large enough for windows alone, or so small that whole sequences are set aside.
     const std::int64_t margin = 4 * (divided_up(config.max_num_batched_tokens, spec.block_size.value()) + 1);
     const std::int64_t needs = divided_up(spec.window.value() + 8, spec.block_size.value()) + 8;
-    num_blocks = random.chance(50) ? std::max(2 * margin, margin + needs * random.between(1, 3)) : num_blocks;
+    num_blocks = random.chance(50) ? margin + needs * random.between(1, 3) : num_blocks;
   } else if (spec.kind == GroupKind::kRecurrent) {
     spec.block_size = Tokens(state_size);
     num_blocks = random.between(6, random.chance(60) ? 14 : 40);
@@ -52,8 +52,10 @@ std::int64_t Layout::margin(const GroupSpec& spec) const {
     return 0;
   }
   // Two steps in flight, and two whose pages have expired and are not yet given back.
-  const std::int64_t margin = 4 * (divided_up(config_.max_num_batched_tokens, spec.block_size.value()) + 1);
-  return 2 * margin <= spec.num_blocks.value() ? margin : 0;
+  const std::int64_t size = spec.block_size.value();
+  const std::int64_t margin = 4 * (divided_up(config_.max_num_batched_tokens, size) + 1);
+  const std::int64_t one_window = divided_up(spec.window.value() - 1 + unit_, size) + 5 + divided_up(2, size);
+  return margin + one_window <= spec.num_blocks.value() ? margin : 0;
 }
 
 bool Layout::holds_whole(const GroupSpec& spec) const {

@@ -1,50 +1,173 @@
 // SPDX-License-Identifier: Apache-2.0
+// control_sim [--seeds N] [--seed S] [--jobs J] [--show] runs seeds S .. S + N - 1. Of one seed, --trace prints what
+// happens, --html FILE draws it, --rounds R ends it early, and --keep 3,8 lets only these events happen. The last line
+// is "N seeds, M violations".
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <fstream>
 #include <iostream>
+#include <optional>
+#include <set>
+#include <sstream>
 #include <string>
 
-#include "simulation.h"
+#include "picture.h"
+#include "runner.h"
+#include "shrink.h"
+#include "workers.h"
+
+// The names are the sanitizers' own. A sanitizer's finding ends in abort(), which is the seed's violation.
+// NOLINTBEGIN(bugprone-reserved-identifier)
+extern "C" const char* __asan_default_options() { return "abort_on_error=1:detect_leaks=0"; }
+extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
+// NOLINTEND(bugprone-reserved-identifier)
+
+namespace {
 
 using namespace tokenspeed::control::sim;
 
-int main(int argc, char** argv) {
-  std::uint64_t seed = 1, seeds = 1;
-  bool trace = false, show = false;
-  for (int i = 1; i < argc; ++i) {
-    const std::string name = argv[i];
-    if (name == "--seed") seed = std::strtoull(argv[++i], nullptr, 10);
-    if (name == "--seeds") seeds = std::strtoull(argv[++i], nullptr, 10);
-    if (name == "--trace") trace = true;
-    if (name == "--show") show = true;
+constexpr std::size_t kMostShrunk = 3;
+
+struct Options {
+  Seeds seeds;
+  Setup setup;  // of one seed
+  bool show = false;
+  bool trace = false;
+  std::string html;
+  [[nodiscard]] bool is_one() const { return trace || !html.empty() || setup.num_rounds || setup.kept; }
+};
+
+[[noreturn]] void usage() {
+  (void)std::fprintf(stderr,
+                     "usage: control_sim [--seeds N] [--seed S] [--jobs J] [--show]\n"
+                     "       control_sim --seed S [--trace] [--html FILE] [--rounds R] [--keep ID,ID,...|none]\n");
+  std::exit(2);
+}
+
+std::set<std::int64_t> parse_ids(const std::string& text) {
+  std::set<std::int64_t> ids;
+  std::istringstream words(text == "none" ? "" : text);
+  for (std::string word; std::getline(words, word, ',');) {
+    ids.insert(std::strtoll(word.c_str(), nullptr, 10));
   }
-  Coverage coverage;
-  std::uint64_t violations = 0;
-  for (std::uint64_t s = seed; s < seed + seeds; ++s) {
-    Setup setup;
-    setup.seed = s;
-    setup.trace = trace ? &std::cout : nullptr;
-    std::int64_t round = 0;
-    try {
-      Simulation simulation(setup, coverage);
-      try {
-        const Report report = simulation.run();
-        if (s % 16 == 0) {
-          Setup other = setup;
-          other.shuffles = true;
-          if (Simulation(other, coverage).run().plan_hash != report.plan_hash) throw std::runtime_error("shuffle");
-        }
-      } catch (...) { round = simulation.num_rounds(); throw; }
-    } catch (const std::exception& error) {
-      ++violations;
-      std::fflush(stdout);
-      std::fprintf(stderr, "seed %llu round %lld: %s\n", static_cast<unsigned long long>(s), static_cast<long long>(round), error.what());
+  return ids;
+}
+
+Options parse(int argc, char** argv) {
+  Options options;
+  for (int index = 1; index < argc; ++index) {
+    const std::string name = argv[index];
+    if (name == "--show") {
+      options.show = true;
+      continue;
+    }
+    if (name == "--trace") {
+      options.trace = true;
+      continue;
+    }
+    if (index + 1 >= argc) {
+      usage();
+    }
+    const std::string value = argv[++index];
+    if (name == "--seed") {
+      options.seeds.first = std::strtoull(value.c_str(), nullptr, 10);
+    } else if (name == "--seeds") {
+      options.seeds.count = std::strtoull(value.c_str(), nullptr, 10);
+    } else if (name == "--jobs") {
+      options.seeds.num_jobs = std::strtoull(value.c_str(), nullptr, 10);
+    } else if (name == "--html") {
+      options.html = value;
+    } else if (name == "--rounds") {
+      options.setup.num_rounds = std::strtoll(value.c_str(), nullptr, 10);
+    } else if (name == "--keep") {
+      options.setup.kept = parse_ids(value);
+    } else {
+      usage();
     }
   }
-  if (show) {
-    for (const auto& [name, count] : coverage.counts()) std::printf("%10lld %s\n", static_cast<long long>(count), name.c_str());
-    for (const auto& name : coverage.unseen()) std::printf("unseen: %s\n", name.c_str());
+  options.setup.seed = options.seeds.first;
+  return options;
+}
+
+// Here and not in a child, so that a debugger sees it.
+int run_one(const Options& options) {
+  Setup setup = options.setup;
+  Picture picture;
+  setup.trace = options.trace ? &std::cout : nullptr;
+  setup.picture = options.html.empty() ? nullptr : &picture;
+  Coverage coverage;
+  const Outcome outcome = run_checked(setup, coverage);
+  if (!options.html.empty()) {
+    std::ofstream(options.html) << picture.html(setup.seed, outcome.violation);
+    std::cout << "picture: " << options.html << '\n';
   }
-  std::printf("%llu seeds, %llu violations\n", static_cast<unsigned long long>(seeds), static_cast<unsigned long long>(violations));
+  if (!outcome.violation.empty()) {
+    std::cout << "seed " << setup.seed << ", round " << outcome.num_rounds << ": " << outcome.violation << '\n';
+  }
+  std::cout << "1 seeds, " << (outcome.violation.empty() ? 0 : 1) << " violations\n";
+  return outcome.violation.empty() ? 0 : 1;
+}
+
+void print_shrunk(std::uint64_t seed) {
+  Setup setup;
+  setup.seed = seed;
+  Shrunk shrunk = shrink(setup);
+  if (shrunk.violation.empty()) {
+    std::cout << "seed " << seed << " does not fail by itself\n";
+    return;
+  }
+  std::cout << "seed " << seed << ", shrunk in " << shrunk.num_attempts << " attempts:\n" << std::flush;
+  (void)in_child(
+      [&](const Say&) {
+        Setup traced = shrunk.setup;
+        traced.trace = &std::cout;
+        std::cout << std::unitbuf;
+        Coverage coverage;
+        (void)run_once(traced, coverage);
+      },
+      true);
+  std::cout << "  " << shrunk.violation << "\nreplay: control_sim " << replay_arguments(shrunk.setup) << " --trace\n";
+}
+
+void print_coverage(const Totals& totals) {
+  std::uint64_t plans = 0;
+  for (const auto& [seed, hash] : totals.plan_hashes) {
+    plans = scramble(plans ^ hash);
+    if (totals.plan_hashes.size() <= 16) {
+      std::cout << "seed " << seed << ": plans " << std::hex << hash << std::dec << '\n';
+    }
+  }
+  for (const auto& [name, times] : totals.coverage.counts()) {
+    std::cout << std::string(std::max<std::size_t>(1, 12 - std::to_string(times).size()), ' ') << times << "  " << name
+              << '\n';
+  }
+  for (const std::string& pair : totals.coverage.unseen()) {
+    std::cout << "     never  " << pair << '\n';
+  }
+  std::cout << "all plans " << std::hex << plans << std::dec << '\n';
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Options options = parse(argc, argv);
+  if (options.is_one()) {
+    return run_one(options);
+  }
+  const Totals totals = run_seeds(options.seeds);
+  for (const auto& [seed, violation] : totals.violations) {
+    std::cout << "seed " << seed << ": " << violation << '\n';
+  }
+  std::size_t num_shrunk = 0;
+  for (const auto& [seed, violation] : totals.violations) {
+    if (num_shrunk++ < kMostShrunk) {
+      print_shrunk(seed);
+    }
+  }
+  if (options.show) {
+    print_coverage(totals);
+  }
+  std::cout << options.seeds.count << " seeds, " << totals.violations.size() << " violations\n";
+  return totals.violations.empty() ? 0 : 1;
 }

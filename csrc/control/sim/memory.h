@@ -16,7 +16,7 @@ class Memory {
  public:
   struct Page {
     std::vector<History> cells;
-    std::uint32_t version = 0;  // of the contents
+    std::uint32_t version = 0;     // of the contents
     std::int32_t num_readers = 0;  // transfers that read it
     bool is_target = false;        // a transfer writes it
   };

@@ -19,6 +19,7 @@ const Request* Oracle::find(const RequestKey& key) const {
 
 void Oracle::apply(std::span<const Event> batch, std::span<const Refusal> refusals) {
   told_.clear();
+  ended_now_.clear();
   for (const Event& event : batch) {
     if (const auto* submit = std::get_if<Submit>(&event)) {
       const bool refused = std::any_of(refusals.begin(), refusals.end(),
@@ -80,6 +81,7 @@ void Oracle::end(Request& request, FinishCode code, std::size_t num_tokens) {
   request.code = code;
   request.may_hold = request.may_hold && request.ended_well();
   live_.erase(request.submit.key.index);
+  ended_now_.insert(request.submit.key);
   told_[request.submit.key] = Told{.code = code, .num_tokens = num_tokens};
 }
 
@@ -117,6 +119,7 @@ FinishCode Oracle::code_after(const Request& request) {
 
 void Oracle::settle(std::span<const RowResult> rows) {
   told_.clear();
+  ended_now_.clear();
   for (const RowResult& row : rows) {
     Request& request = at(row.key);
     if (request.has_ended()) {

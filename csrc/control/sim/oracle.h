@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -36,7 +37,7 @@ struct Request {
   FinishCode code = FinishCode::kNone;  // how it ended
   std::optional<std::int32_t> cached_len;
   std::optional<std::int64_t> kept;  // generated tokens that a Finish left
-  bool may_hold = false;  // its pages may be held when it ends, or are
+  bool may_hold = false;             // its pages may be held when it ends, or are
   std::optional<std::int64_t> retain_ms;
   // When its hold began, at the earliest and at the latest: time passes within a batch.
   std::optional<std::int64_t> held_since_ms;
@@ -54,9 +55,7 @@ struct Request {
   [[nodiscard]] std::int64_t hold_may_end_ms() const {
     return retain_ms.value_or(held_since_ms.value_or(0) + submit.retain->ttl_ms);
   }
-  [[nodiscard]] std::int64_t hold_must_end_ms() const {
-    return retain_ms.value_or(held_by_ms + submit.retain->ttl_ms);
-  }
+  [[nodiscard]] std::int64_t hold_must_end_ms() const { return retain_ms.value_or(held_by_ms + submit.retain->ttl_ms); }
 };
 
 // A row's part of a step result. The tokens are those that the device accepted.
@@ -81,6 +80,8 @@ class Oracle {
   // Requests that have not ended, by index.
   [[nodiscard]] const std::map<std::int32_t, RequestKey>& live() const { return live_; }
   [[nodiscard]] const ByKey<Request>& requests() const { return requests_; }
+  // Of the last apply or settle.
+  [[nodiscard]] bool ended_now(const RequestKey& key) const { return ended_now_.contains(key); }
   [[nodiscard]] const KnownBlocks& known() const { return known_; }
   [[nodiscard]] std::int64_t now_ms() const { return now_ms_; }
   [[nodiscard]] std::int64_t num_tokens() const { return num_tokens_; }
@@ -103,6 +104,7 @@ class Oracle {
   ByKey<Request> requests_;
   std::map<std::int32_t, RequestKey> live_;
   ByKey<Told> told_;
+  std::set<RequestKey, KeyOrder> ended_now_;
   std::int64_t now_ms_ = 0;
   std::int64_t num_tokens_ = 0;
 };

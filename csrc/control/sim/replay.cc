@@ -55,8 +55,8 @@ void Replay::take(const KvEvents& events, const Oracle& oracle) {
       const auto block = oracle.known().block(hash, layout_.spec(rows[2]).block_size.value());
       const auto told = token_ids.first(count);
       require(block.parent == hash_in(rows, 5), "KV event of group", rows[2], "names another parent");
-      require(std::equal(told.begin(), told.end(), block.token_ids.begin(), block.token_ids.end()),
-              "KV event of group", rows[2], "names other tokens");
+      require(std::equal(told.begin(), told.end(), block.token_ids.begin(), block.token_ids.end()), "KV event of group",
+              rows[2], "names other tokens");
     }
     token_ids = token_ids.subspan(count);
   }
@@ -73,8 +73,8 @@ std::size_t Replay::check_tier(std::int64_t tier, std::int64_t number, const Poo
       continue;
     }
     ++num_indexed;
-    require(entries_.contains(Entry(tier, number, hash->high, hash->low)), "tier", tier, "group", number, "page",
-            value, "is indexed and no event told it");
+    require(entries_.contains(Entry(tier, number, hash->high, hash->low)), "tier", tier, "group", number, "page", value,
+            "is indexed and no event told it");
     const Memory::Page& page = tier == 0 ? memory.device(number, value) : memory.host(number, value);
     Seen& seen = seen_[at(tier)][at(number)][at(value)];
     if (seen.version == page.version && seen.hash == *hash) {

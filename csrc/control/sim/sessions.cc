@@ -105,8 +105,7 @@ void Sessions::add_submits(Random& random, const Oracle& oracle, std::vector<Eve
     // Subagents: several at once from the same prefix.
     const std::int64_t count = random.chance(50) ? 1 : random.between(2, 4);
     for (std::int64_t forked = 0; forked < count; ++forked) {
-      Session& owner = random.chance(50) ? session
-                                         : sessions_[at(random.between(0, std::ssize(sessions_) - 1))];
+      Session& owner = random.chance(50) ? session : sessions_[at(random.between(0, std::ssize(sessions_) - 1))];
       (void)add_submit(random, oracle, fork_of(random, *before), owner, batch);
     }
   }
@@ -183,10 +182,8 @@ void Sessions::add_tokens(Random& random, Submit& submit, std::int64_t count) co
     // The length belongs to the content, as with an image.
     const auto low = static_cast<std::uint64_t>(random.between(0, 3));
     const auto length = static_cast<std::int64_t>(2 + low / 2 * 3);
-    submit.spans.push_back(ContentSpan{.start = Tokens(std::ssize(submit.token_ids)),
-                                       .length = Tokens(length),
-                                       .hash_high = 7,
-                                       .hash_low = low});
+    submit.spans.push_back(ContentSpan{
+        .start = Tokens(std::ssize(submit.token_ids)), .length = Tokens(length), .hash_high = 7, .hash_low = low});
     submit.token_ids.insert(submit.token_ids.end(), at(length), kPlaceholder);
     submit.token_ids.push_back(static_cast<std::int32_t>(random.between(0, kPlaceholder - 1)));
   }

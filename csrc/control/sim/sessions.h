@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whoever uses the plane: sessions that take turns, fork, hold their pages while a tool runs, change their mind, run out
-// of time. All choices come from the random numbers of the one event that is being made.
+// Whoever uses the plane: sessions that take turns, fork, hold their pages while a tool runs, change their mind, run
+// out of time. All choices come from the random numbers of the one event that is being made.
 #pragma once
 
 #include <cstdint>

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "check.h"
+#include "picture.h"
 #include "trace.h"
 #include "violation.h"
 
@@ -25,7 +26,7 @@ enum What : std::int64_t { kEvent = 1, kRound = 2, kShuffle = 3, kCount = 4 };
 Simulation::Habits::Habits(Random& random)
     : max_in_flight(random.chance(70) ? 2 : 1),
       num_rounds(random.between(30, 260)),
-      event_percent(random.chance(50) ? random.between(4, 15) : random.between(15, 60)),
+      event_percent(random.chance(60) ? random.between(3, 12) : random.between(12, 50)),
       fault_percent(random.chance(60) ? 0 : random.between(1, 4)),
       transfers{.done_percent = random.chance(50) ? random.between(30, 100) : random.between(4, 30),
                 .fail_percent = random.chance(50) ? 0 : random.between(2, 30)} {}
@@ -44,7 +45,7 @@ Simulation::Simulation(const Setup& setup, Coverage& coverage)
       transport_(layout_, memory_, habits_.transfers),
       sessions_(layout_, mood_),
       replay_(layout_),
-      watch_(layout_, coverage) {}
+      watch_(coverage) {}
 
 Random Simulation::random_for(std::int64_t what, std::int64_t which) const {
   return Random(scramble(setup_.seed) ^ scramble(static_cast<std::uint64_t>(which * 8 + what)));
@@ -92,7 +93,7 @@ void Simulation::add_events(std::vector<Event>& batch) {
   const std::int64_t count = random.between(1, kMostEvents);
   for (std::int64_t ordinal = 0; ordinal < count; ++ordinal) {
     const std::int64_t id = round_ * kMostEvents + ordinal;
-    if (!setup_.dropped.contains(id)) {
+    if (!setup_.kept || setup_.kept->contains(id)) {
       event_ids_.push_back(id);
       Random own = random_for(kEvent, id);
       sessions_.add_event(own, oracle_, scheduler_, batch);
@@ -160,6 +161,9 @@ void Simulation::plan(Random& random) {
     device_.run(*plan, random);
   }
   watch_.plan(before, plan, snapshot(scheduler_), scheduler_, oracle_);
+  if (setup_.picture != nullptr) {
+    setup_.picture->add(scheduler_, layout_, round_);
+  }
   audit();
 }
 

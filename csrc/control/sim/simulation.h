@@ -29,9 +29,9 @@ class Picture;
 
 struct Setup {
   std::uint64_t seed = 1;
-  std::optional<std::int64_t> num_rounds;  // fewer than the seed has
-  std::set<std::int64_t> dropped;          // events
-  bool shuffles = false;                   // acknowledgements that come together
+  std::optional<std::int64_t> num_rounds;      // fewer than the seed has
+  std::optional<std::set<std::int64_t>> kept;  // events; the others do not happen
+  bool shuffles = false;                       // acknowledgements that come together
   std::ostream* trace = nullptr;
   Picture* picture = nullptr;
 };

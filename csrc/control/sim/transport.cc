@@ -74,12 +74,8 @@ void Transport::begin_load(std::span<const std::int32_t> row, std::vector<Histor
     require(!source.is_target, "host page", row[3], "of group", row[1], "is read while it is written");
     ++source.num_readers;
   }
-  pending_[row[0]].items.push_back(Item{.is_load = true,
-                                        .number = row[1],
-                                        .device = row[2],
-                                        .host = row[3],
-                                        .copied = false,
-                                        .image = std::move(image)});
+  pending_[row[0]].items.push_back(Item{
+      .is_load = true, .number = row[1], .device = row[2], .host = row[3], .copied = false, .image = std::move(image)});
 }
 
 void Transport::begin_store(std::span<const std::int32_t> row, const Device& device) {
@@ -97,12 +93,8 @@ void Transport::begin_store(std::span<const std::int32_t> row, const Device& dev
     target.is_target = true;
     memory_.spoil(target);
   }
-  pending_[row[0]].items.push_back(Item{.is_load = false,
-                                        .number = row[1],
-                                        .device = row[2],
-                                        .host = row[3],
-                                        .copied = false,
-                                        .image = source.cells});
+  pending_[row[0]].items.push_back(Item{
+      .is_load = false, .number = row[1], .device = row[2], .host = row[3], .copied = false, .image = source.cells});
 }
 
 std::vector<TransferDone> Transport::work(Random& random, bool all) {

@@ -181,16 +181,16 @@ void Watch::plan(const Snapshot& before, const StepPlan* plan, const Snapshot& a
     require(is_running(after, key), "request", key, "is first in line and was preempted");
   }
   if (plan != nullptr) {
-    see_rows(before, *plan, after, oracle);
+    see_rows(before, *plan, after);
   }
   check_progress(before, plan, after, scheduler);
   check_reclaimed(before, plan, after, oracle);
 }
 
-void Watch::see_rows(const Snapshot& before, const StepPlan& plan, const Snapshot& after, const Oracle& oracle) {
+void Watch::see_rows(const Snapshot& before, const StepPlan& plan, const Snapshot& after) {
   for (std::size_t index = 0; index < plan.seated.num_rows(); ++index) {
     const RequestKey key{.index = plan.seated.row(index)[1], .generation = plan.seated.row(index)[2]};
-    coverage_.saw(state_or_done(before, key), "Admitted");
+    coverage_.saw(is_running(before, key) ? "Preempted" : state_or_done(before, key), "Admitted");
     if (was(after, key, "Decoding")) {
       coverage_.saw("Prefilling", "PromptPlanned");
     }
@@ -203,7 +203,10 @@ void Watch::see_rows(const Snapshot& before, const StepPlan& plan, const Snapsho
   }
   for (std::size_t index = 0; index < plan.rows.num_rows(); ++index) {
     const auto row = plan.rows.row(index);
-    coverage_.count(row[4] > 0 ? "row: drafts" : row[1] == 2 ? "row: decode" : row[1] == 1 ? "row: last" : "row: chunk");
+    coverage_.count(row[4] > 0    ? "row: drafts"
+                    : row[1] == 2 ? "row: decode"
+                    : row[1] == 1 ? "row: last"
+                                  : "row: chunk");
   }
   for (std::size_t index = 0; index < plan.store.num_rows(); ++index) {
     coverage_.count(plan.store.row(index)[3] == 0 ? "block sent" : "block stored");
@@ -214,7 +217,6 @@ void Watch::see_rows(const Snapshot& before, const StepPlan& plan, const Snapsho
   for (std::size_t index = 0; index < plan.page_delta.num_rows(); ++index) {
     coverage_.count("block expired", plan.page_delta.row(index)[3] == 0 ? 1 : 0);
   }
-  (void)oracle;
 }
 
 void Watch::check_progress(const Snapshot& before, const StepPlan* plan, const Snapshot& after,
@@ -244,8 +246,7 @@ void Watch::check_progress(const Snapshot& before, const StepPlan* plan, const S
 }
 
 // Under pressure the first in the order of retention goes first; a session's next turn ends its own hold.
-void Watch::check_reclaimed(const Snapshot& before, const StepPlan* plan, const Snapshot& after,
-                            const Oracle& oracle) {
+void Watch::check_reclaimed(const Snapshot& before, const StepPlan* plan, const Snapshot& after, const Oracle& oracle) {
   std::set<std::string> seated;
   for (std::size_t index = 0; plan != nullptr && index < plan->seated.num_rows(); ++index) {
     const auto row = plan->seated.row(index);
@@ -266,8 +267,8 @@ void Watch::check_reclaimed(const Snapshot& before, const StepPlan* plan, const 
     }
     coverage_.count("held, reclaimed");
     for (const auto& [other, kept] : after.held) {
-      require(kept.partition != held.partition || order(kept) >= order(held), "request", key,
-              "was reclaimed before", other, "which goes first");
+      require(kept.partition != held.partition || order(kept) >= order(held), "request", key, "was reclaimed before",
+              other, "which goes first");
     }
   }
 }
@@ -280,8 +281,13 @@ void Watch::result(const Snapshot& before, const DeviceStep& step, const Snapsho
       coverage_.saw(found->second, "RowDone");
     }
     const Request& request = oracle.at(row.key);
-    if (request.has_ended() && !was(after, row.key, "Draining") && found->second != "Draining") {
+    if (oracle.ended_now(row.key)) {
+      coverage_.saw(found->second, "Ended");
       coverage_.count(std::string("ended with ") + std::to_string(static_cast<int>(request.code)));
+      // A good end keeps its pages where that was wished.
+      require(!request.may_hold || was(after, row.key, "Draining") || was(after, row.key, "SendingKv") ||
+                  was(after, row.key, "Held"),
+              "request", row.key, "ended well and is not held");
     }
   }
   see_states(before, after, oracle);

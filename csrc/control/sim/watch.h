@@ -13,7 +13,6 @@
 
 #include "coverage.h"
 #include "device.h"
-#include "layout.h"
 #include "oracle.h"
 #include "scheduler.h"
 
@@ -38,7 +37,7 @@ struct Snapshot {
 
 class Watch {
  public:
-  Watch(const Layout& layout, Coverage& coverage) : layout_(layout), coverage_(coverage) {}
+  explicit Watch(Coverage& coverage) : coverage_(coverage) {}
 
   // After each kind of call, with what was the case before it.
   void batch(const Snapshot& before, std::span<const Event> events, const Snapshot& after, Oracle& oracle);
@@ -50,13 +49,11 @@ class Watch {
   void see_states(const Snapshot& before, const Snapshot& after, Oracle& oracle);
   void see_tick(const Snapshot& before, const Tick& tick, const Oracle& oracle,
                 const std::set<RequestKey, KeyOrder>& touched);
-  void see_rows(const Snapshot& before, const StepPlan& plan, const Snapshot& after, const Oracle& oracle);
-  void check_progress(const Snapshot& before, const StepPlan* plan, const Snapshot& after,
-                      const Scheduler& scheduler);
+  void see_rows(const Snapshot& before, const StepPlan& plan, const Snapshot& after);
+  void check_progress(const Snapshot& before, const StepPlan* plan, const Snapshot& after, const Scheduler& scheduler);
   void check_reclaimed(const Snapshot& before, const StepPlan* plan, const Snapshot& after, const Oracle& oracle);
   void check_holds(const Snapshot& after, const Oracle& oracle) const;
 
-  Layout layout_;
   Coverage& coverage_;
   ByKey<std::int64_t> num_waits_;  // plans in a row that had no row for it
 };

@@ -115,7 +115,7 @@ def _build_runner(config: EngineConfig, progress: Callable[[str, int, int, str],
 
     from tokenspeed.execution import ModelRunner
 
-    return ModelRunner.create(config, source, progress, grouped=True)
+    return ModelRunner.create(config, source, progress)
 
 
 def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:

@@ -26,7 +26,7 @@ from tokenspeed.layers.forward_batch import KvLayer
 from tokenspeed.transfer import PageGroup
 
 NUM_BLOCKS_MAX = (1 << 31) - 2
-_BLOCKS_BESIDE_WINDOW = 6
+_BLOCKS_BESIDE_WINDOW = 7
 _STEP_MARGINS = 4
 
 
@@ -177,7 +177,7 @@ def _demands(
 
 def _window_blocks(config: EngineConfig, window: int, ctx: BuildContext) -> int:
     """Pages that a window group can make use of. The planner charges each running sequence the blocks that its window
-    may touch and six more, and sets four margins aside, each for what one step writes before older blocks expire. The
+    may touch and seven more, and sets four margins aside, each for what one step writes before older blocks expire. The
     step budget may be measured later than this: its upper limit counts."""
     block_size = config.cache.block_size
     window_blocks = -(-(window - 1) // block_size) + _BLOCKS_BESIDE_WINDOW

@@ -75,11 +75,8 @@ class ModelRunner:
         self._thread.start()
 
     @classmethod
-    def create(
-        cls, config: EngineConfig, source: ModelSource, progress: ProgressFn | None = None, *, grouped: bool = False
-    ) -> ModelRunner:
-        """Build the model that the source describes, load and warm it. Raises a StartError subclass. grouped: plans
-        speak of all cache groups; otherwise all layers share one, as if none had a window."""
+    def create(cls, config: EngineConfig, source: ModelSource, progress: ProgressFn | None = None) -> ModelRunner:
+        """Build the model that the source describes, load and warm it. Raises a StartError subclass."""
         started = time.monotonic()
         device = placement.resolve_device(config.device)
         num_threads = placement.resolve_num_threads(config.device)
@@ -88,9 +85,8 @@ class ModelRunner:
         ctx = BuildContext(str(device), dtype, dict(config.device.kernel_overrides))
         model, model_type = _build(source, ctx, progress)
         sample = ctx.bind("sampling")
-        specs = model.kv_specs if grouped else [dataclasses.replace(spec, window=None) for spec in model.kv_specs]
-        size = kv_cache.size_pool(config, specs, model.max_model_len, ctx)
-        layers = kv_cache.allocate(size, specs, ctx)
+        size = kv_cache.size_pool(config, model.kv_specs, model.max_model_len, ctx)
+        layers = kv_cache.allocate(size, model.kv_specs, ctx)
         mover = resolve_mover(_MOVER)(kv_cache.page_groups(size, layers))
         max_num_seqs = config.scheduler.max_num_seqs
         info = RunnerInfo(

@@ -110,9 +110,9 @@ def engine_config(path: Path | str, **options: object) -> EngineConfig:
     )
 
 
-def new_runner(config: EngineConfig, *, grouped: bool = False) -> ModelRunner:
+def new_runner(config: EngineConfig) -> ModelRunner:
     """A runner of the model that the configuration names."""
-    return ModelRunner.create(config, open_model(config.model), grouped=grouped)
+    return ModelRunner.create(config, open_model(config.model))
 
 
 def make_plan(
@@ -185,8 +185,7 @@ class Loop:
         self.depth = config.scheduler.overlap_depth
         info = self.runner.info
         self.control = ControlPlane(
-            num_blocks=info.num_kv_blocks,
-            block_size=info.block_size,
+            groups=info.groups,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=info.max_model_len,
@@ -231,6 +230,8 @@ class Loop:
 
     def _collect(self, finished: list[Finished], owners: list[int], handle: StepHandle) -> None:
         output = handle.wait()
+        for lease, ok in output.transfers:
+            self.control.transfer_done(lease, ok)
         self.control.advance(output.result)
         for index, logprobs, prompt in zip(owners, output.logprobs, output.prompt_logprobs, strict=False):
             if finished[index].finish == FinishCode.NONE:  # a step in flight past the end says nothing

@@ -120,7 +120,6 @@ def runner(oracle: transformers.PreTrainedModel, tmp_path: Path, tools: Any) -> 
     path = tools.write_checkpoint(tmp_path / "tiny", {"model_type": "gemma3_text", **CONFIG}, [tensors])
     made = tools.new_runner(
         tools.engine_config(path, max_num_seqs=2, max_num_batched_tokens=40, kv_tokens=1024, host_tokens=400),
-        grouped=True,
     )
     yield made
     made.close()
@@ -140,9 +139,9 @@ def assert_told_by(oracle: transformers.PreTrainedModel, sequence: LiveSequence)
 def test_the_runner_says_which_groups_it_has(runner: ModelRunner) -> None:
     full, window = runner.info.groups
     assert (full.kind, full.num_blocks, full.num_host_blocks, full.window) == (GroupKind.FULL, 128, 50, None)
-    assert (window.kind, window.num_blocks, window.num_host_blocks, window.window) == (GroupKind.WINDOW, 42, 50, WINDOW)
+    assert (window.kind, window.num_blocks, window.num_host_blocks, window.window) == (GroupKind.WINDOW, 44, 50, WINDOW)
     assert runner.info.num_kv_blocks == 128
-    assert runner.info.kv_bytes == (129 + 3 * 43) * BLOCK_SIZE * 2 * 2 * 24 * 4
+    assert runner.info.kv_bytes == (129 + 3 * 45) * BLOCK_SIZE * 2 * 2 * 24 * 4
 
 
 def test_blocks_that_a_window_has_left_serve_others(

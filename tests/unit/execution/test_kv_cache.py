@@ -65,17 +65,17 @@ def test_a_pool_below_one_request_is_refused_with_the_numbers(monkeypatch: pytes
 
 
 def test_layers_of_a_window_have_the_pages_that_the_planner_charges_for() -> None:
-    """Four seats of 100 - 1 tokens in blocks of 16 and six more, and four margins of a step of 64 tokens and one."""
+    """Four seats of 100 - 1 tokens in blocks of 16 and seven more, and four margins of a step of 64 tokens and one."""
     size = sized(kv_tokens=5000, specs=MIXED, step_tokens=64)
     full, window = size.groups
     assert (full.kind, full.window, full.num_blocks) == (GroupKind.FULL, None, 312)
-    assert (window.kind, window.window, window.num_blocks) == (GroupKind.WINDOW, 100, 4 * (7 + 6) + 4 * (4 + 1))
+    assert (window.kind, window.window, window.num_blocks) == (GroupKind.WINDOW, 100, 4 * (7 + 7) + 4 * (4 + 1))
     assert size.group_of_layer == (1, 0, 1)
     assert (size.num_blocks, size.num_tokens, size.max_model_len) == (312, 4992, 1000)
-    assert size.kv_bytes == (313 * 64 + 73 * (128 + 64)) * 16 * 4
+    assert size.kv_bytes == (313 * 64 + 77 * (128 + 64)) * 16 * 4
     assert sized(kv_tokens=5000, specs=MIXED).groups[1].num_blocks == 312, "a step may have 2048 tokens until measured"
     layers = kv_cache.allocate(size, MIXED, BuildContext("cpu", torch.float32))
-    assert [(layer.group, len(layer.k)) for layer in layers] == [(1, 73), (0, 313), (1, 73)]
+    assert [(layer.group, len(layer.k)) for layer in layers] == [(1, 77), (0, 313), (1, 77)]
     groups = kv_cache.page_groups(size, layers)
     assert [tensor.data_ptr() for group in groups for tensor in group.tensors] == [
         tensor.data_ptr() for index in (1, 0, 2) for tensor in (layers[index].k, layers[index].v)

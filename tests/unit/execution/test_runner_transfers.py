@@ -109,9 +109,7 @@ def test_a_scripted_model_answers_at_once(tmp_path: Path, tools: Any) -> None:
     folder = tmp_path / "scripted"
     folder.mkdir()
     (folder / "script.json").write_text(json.dumps({"vocab_size": 300, "context_length": 256, "replies": []}))
-    made = tools.new_runner(
-        tools.engine_config(folder, load_format="scripted", kv_tokens=400, host_tokens=80), grouped=True
-    )
+    made = tools.new_runner(tools.engine_config(folder, load_format="scripted", kv_tokens=400, host_tokens=80))
     output = made.launch(tools.make_plan(0, [], store=[(1, 0, 5, 3)], load=[(2, 0, 6, 3)]), []).wait()
     assert sorted(output.transfers) == [(1, True), (2, True)]
     (group,) = made.info.groups

@@ -41,8 +41,8 @@ CacheGroup<Kind>::CacheGroup(Group id, const GroupSpec& spec, const CacheOptions
   if constexpr (!kKeepsAll && !kIsState) {
     const Blocks a_step = blocks_covering(options.step_tokens) + kOne;
     const Blocks margin(kSteps * a_step.value());
-    // A small pool sets whole sequences aside instead.
-    margin_ = Blocks(2 * margin.value()) <= spec.num_blocks ? margin : Blocks(0);
+    // A pool too small for one sequence beside the margin sets whole sequences aside instead.
+    margin_ = margin + kept(0) <= spec.num_blocks ? margin : Blocks(0);
   }
   if (has_host() && options_.host_store == HostStore::kOnSeal) {
     to_store_.reserve(static_cast<std::size_t>(std::min(spec.num_blocks.value(), std::int64_t{4096})));
@@ -71,10 +71,14 @@ Blocks CacheGroup<Kind>::charge_of(Tokens limit, std::int32_t draft_width) const
   if (!kIsState && margin_ == Blocks(0)) {
     return whole;
   }
-  // Pages stay until the last common boundary, from which the next turn resumes, needs them no more.
-  const Blocks kept = blocks_covering(reach_ + options_.unit) + Blocks(1 + kSteps);
+  return std::min(whole, kept(draft_width));
+}
+
+// Pages stay until the last common boundary, from which the next turn resumes, needs them no more.
+template <class Kind>
+Blocks CacheGroup<Kind>::kept(std::int32_t draft_width) const {
   const Blocks drafts = kIsState ? Blocks(0) : blocks_covering(Tokens(2 * (1 + std::int64_t{draft_width})));
-  return std::min(whole, kept + drafts);
+  return blocks_covering(reach_ + options_.unit) + Blocks(1 + kSteps) + drafts;
 }
 
 template <class Kind>

@@ -162,6 +162,7 @@ class CacheGroup {
     return hashes.before(tokens_in(block + Blocks(1)));
   }
   [[nodiscard]] bool has_block(const BlockHashes& hashes, Blocks block, bool use_host) const;
+  [[nodiscard]] Blocks kept(std::int32_t draft_width) const;
   [[nodiscard]] WritableDevicePage<Kind> take();
   [[nodiscard]] std::optional<WritablePage<HostPage<Kind>>> take_host(bool replaces);
   void evict(bool saved);

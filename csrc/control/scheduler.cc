@@ -2,7 +2,6 @@
 #include "scheduler.h"
 
 #include <algorithm>
-#include <functional>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -63,14 +62,17 @@ StepPlan make_plan(const Config& config) {
 // Acknowledgements that come together have no order of their own. They are taken in that of their leases, so that the
 // way in which they came reaches no plan.
 void sort_acknowledgements(std::vector<Event>& batch) {
-  const auto is_done = [](const Event& event) { return std::holds_alternative<TransferDone>(event); };
-  if (std::none_of(batch.begin(), batch.end(), is_done)) {
-    return;
+  const auto sooner = [](const TransferDone& a, const TransferDone& b) { return a.lease < b.lease; };
+  std::vector<TransferDone> done;
+  for (const Event& event : batch) {
+    if (const auto* one = std::get_if<TransferDone>(&event)) {
+      done.insert(std::upper_bound(done.begin(), done.end(), *one, sooner), *one);
+    }
   }
-  const auto first = std::stable_partition(batch.begin(), batch.end(), std::not_fn(is_done));
-  std::stable_sort(first, batch.end(), [](const Event& a, const Event& b) {
-    return std::get<TransferDone>(a).lease < std::get<TransferDone>(b).lease;
-  });
+  if (!done.empty()) {
+    std::erase_if(batch, [](const Event& event) { return std::holds_alternative<TransferDone>(event); });
+    batch.insert(batch.end(), done.begin(), done.end());
+  }
 }
 
 std::uint64_t packed(const RequestKey& key) {
@@ -216,8 +218,8 @@ void Scheduler::on(Submit&& submit, std::vector<Refusal>& refusals) {
   // The last token of all needs no K/V of its own, hence the one on top of what the pool holds.
   const Tokens prompt(static_cast<std::int64_t>(request.token_ids.size()));
   const Tokens wanted = request.remote == Remote::kSend ? Tokens(1) : request.max_new_tokens;
-  const Tokens limit = std::min(
-      {prompt + wanted, Tokens(config_.max_model_len), partitions_.front().capacity() + Tokens(1)});
+  const Tokens limit =
+      std::min({prompt + wanted, Tokens(config_.max_model_len), partitions_.front().capacity() + Tokens(1)});
   if (request.deadline_ms) {
     set_timer(*request.deadline_ms, key);
   }

@@ -31,7 +31,7 @@ Grant& Sequence::grant() {
         if constexpr (std::is_base_of_v<Seated, S>) {
           return state.grant_;
         } else {
-          TS_CHECK(!"seated", "request", key(), "owns no seat as", S::kName);
+          TS_CHECK(is_seated(), "request", key(), "owns no seat as", S::kName);
           std::abort();
         }
       },

@@ -63,7 +63,9 @@ class Sequence {
   }
   [[nodiscard]] bool is_waiting() const { return is<Queued>() || is<Preempted>(); }
   [[nodiscard]] bool is_running() const { return is<Prefilling>() || is<Decoding>(); }
-  [[nodiscard]] bool is_seated() const { return is_running() || is<AwaitingTransfer>() || is<SendingKv>() || is<Draining>(); }
+  [[nodiscard]] bool is_seated() const {
+    return is_running() || is<AwaitingTransfer>() || is<SendingKv>() || is<Draining>();
+  }
   // Its end was told; results that are still to come are ignored.
   [[nodiscard]] bool has_ended() const;
   [[nodiscard]] Grant& grant();
@@ -143,7 +145,8 @@ void Sequence::handle(Signal&& incoming) {
           Result result = Transitions::on(std::move(state), std::forward<Signal>(incoming));
           std::visit([&]<class N>(N& next) { state_.template emplace<N>(std::move(next)); }, result.next);
         } else if constexpr (IllegalReason<Result>::kIllegal) {
-          TS_CHECK(!"legal", "request", key(), S::kName, "got", std::remove_cvref_t<Signal>::kName,
+          constexpr bool kLegal = !IllegalReason<Result>::kIllegal;
+          TS_CHECK(kLegal, "request", key(), S::kName, "got", std::remove_cvref_t<Signal>::kName,
                    IllegalReason<Result>::kWhy);
         }
       },

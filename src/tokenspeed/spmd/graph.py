@@ -7,6 +7,7 @@ layout, no mesh and no maths.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,6 +15,9 @@ from tokenspeed.spmd import declare
 from tokenspeed.spmd.declare import Placement
 from tokenspeed.spmd.mesh import Group
 from tokenspeed.spmd.placement import LayoutError
+
+Run = Callable[..., object]
+"""The maths of an op on one device, (context, *inputs) -> outputs; the graph only carries it to who runs the plan."""
 
 
 class RowSet(StrEnum):
@@ -50,16 +54,24 @@ class Graph:
         self.itemsize = itemsize
         self.ops: list[Op] = []
         self.values: list[Value] = []
+        self.maths: dict[str, Run] = {}
         self._names: set[str] = set()
 
     def op(
-        self, name: str, placement: Placement, *ins: Value, widths: tuple[int, ...], rows: RowSet | None = None
+        self,
+        name: str,
+        placement: Placement,
+        *ins: Value,
+        widths: tuple[int, ...],
+        rows: RowSet | None = None,
+        run: Run | None = None,
     ) -> tuple[Value, ...]:
-        """Add an op with an output of each width. rows: those of the outputs where they are not the inputs'."""
+        """Add an op with an output of each width. rows: those of the outputs where they are not the inputs'. run: its
+        maths; a graph that is only planned needs none."""
         if name in self._names:
             raise LayoutError(f"{name}: two ops have this name")
         for value in ins:
-            if value not in self.values:
+            if value.index >= len(self.values) or self.values[value.index] != value:
                 raise LayoutError(f"{name}: the input {value.name} belongs to another graph")
             if value.rows != ins[0].rows:
                 raise LayoutError(f"{name}: {value.name} has the rows of {value.rows}, {ins[0].name} of {ins[0].rows}")
@@ -67,57 +79,61 @@ class Graph:
         outs = tuple(self._value(name, place, width, out_rows) for place, width in enumerate(widths))
         self._names.add(name)
         self.ops.append(Op(name, placement, ins, outs))
+        if run is not None:
+            self.maths[name] = run
         return outs
 
     def source(self, name: str, width: int = 1, placement: Placement = declare.WHOLE) -> Value:
         """What a step starts from, such as the token ids; usually known to every rank."""
         return self.op(name, placement, widths=(width,))[0]
 
-    def embed(self, name: str, ids: Value, width: int, over: Group = Group.DENSE) -> Value:
+    def embed(self, name: str, ids: Value, width: int, over: Group = Group.DENSE, *, run: Run | None = None) -> Value:
         """An embedding whose vocabulary is split over a group."""
-        return self.op(name, declare.split(over, launches=1), ids, widths=(width,))[0]
+        return self.op(name, declare.split(over, launches=1), ids, widths=(width,), run=run)[0]
 
-    def norm(self, name: str, x: Value) -> Value:
+    def norm(self, name: str, x: Value, *, run: Run | None = None) -> Value:
         """Any normalisation of single rows."""
-        return self.op(name, declare.NORM, x, widths=(x.width,))[0]
+        return self.op(name, declare.NORM, x, widths=(x.width,), run=run)[0]
 
-    def add(self, name: str, *terms: Value) -> Value:
+    def add(self, name: str, *terms: Value, run: Run | None = None) -> Value:
         """The sum of values of one width."""
         _same_widths(name, terms)
-        return self.op(name, declare.ADD, *terms, widths=(terms[0].width,))[0]
+        return self.op(name, declare.ADD, *terms, widths=(terms[0].width,), run=run)[0]
 
-    def add_norm(self, name: str, x: Value, residual: Value | None) -> tuple[Value, Value]:
+    def add_norm(self, name: str, x: Value, residual: Value | None, *, run: Run | None = None) -> tuple[Value, Value]:
         """(normalised x + residual, x + residual); None starts the residual stream with x."""
         ins = (x,) if residual is None else (x, residual)
         _same_widths(name, ins)
-        normed, stream = self.op(name, declare.NORM, *ins, widths=(x.width, x.width))
+        normed, stream = self.op(name, declare.NORM, *ins, widths=(x.width, x.width), run=run)
         return normed, stream
 
-    def project(self, name: str, x: Value, width: int, *, bias: bool = False) -> Value:
+    def project(self, name: str, x: Value, width: int, *, bias: bool = False, run: Run | None = None) -> Value:
         """A small projection that every rank has whole."""
         placement = declare.projection(x.width, width, bias=bias, itemsize=self.itemsize)
-        return self.op(name, placement, x, widths=(width,))[0]
+        return self.op(name, placement, x, widths=(width,), run=run)[0]
 
-    def attention(self, name: str, *ins: Value, width: int) -> Value:
+    def attention(self, name: str, *ins: Value, width: int, run: Run | None = None) -> Value:
         """From hidden rows, or from latents, to the output projection."""
-        return self.op(name, declare.attention(), *ins, widths=(width,))[0]
+        return self.op(name, declare.attention(), *ins, widths=(width,), run=run)[0]
 
-    def feed_forward(self, name: str, x: Value, over: Group = Group.DENSE) -> Value:
+    def feed_forward(self, name: str, x: Value, over: Group = Group.DENSE, *, run: Run | None = None) -> Value:
         """A feed-forward block whose inner width is split over a group."""
-        return self.op(name, declare.split(over), x, widths=(x.width,))[0]
+        return self.op(name, declare.split(over), x, widths=(x.width,), run=run)[0]
 
-    def experts(self, name: str, x: Value, scores: Value, top_k: int, *, all_to_all: bool = True) -> Value:
+    def experts(
+        self, name: str, x: Value, scores: Value, top_k: int, *, all_to_all: bool = True, run: Run | None = None
+    ) -> Value:
         """Routed experts; scores: the router's, a projection of x."""
         placement = declare.experts(x.width, top_k, all_to_all=all_to_all)
-        return self.op(name, placement, x, scores, widths=(x.width,))[0]
+        return self.op(name, placement, x, scores, widths=(x.width,), run=run)[0]
 
-    def select(self, name: str, x: Value) -> Value:
+    def select(self, name: str, x: Value, *, run: Run | None = None) -> Value:
         """The rows that are sampled."""
-        return self.op(name, declare.SELECT, x, widths=(x.width,), rows=RowSet.SAMPLED)[0]
+        return self.op(name, declare.SELECT, x, widths=(x.width,), rows=RowSet.SAMPLED, run=run)[0]
 
-    def head(self, name: str, x: Value, vocab_size: int, over: Group = Group.DENSE) -> Value:
+    def head(self, name: str, x: Value, vocab_size: int, over: Group = Group.DENSE, *, run: Run | None = None) -> Value:
         """Logits of a vocabulary split over a group."""
-        return self.op(name, declare.head(vocab_size, over), x, widths=(vocab_size,))[0]
+        return self.op(name, declare.head(vocab_size, over), x, widths=(vocab_size,), run=run)[0]
 
     def output(self, name: str, x: Value, placement: Placement = declare.WHOLE) -> None:
         """Leave the model with this value, or tap it for a drafter; by default whole on every rank."""

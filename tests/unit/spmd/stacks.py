@@ -13,10 +13,11 @@ import numpy as np
 
 from tokenspeed.spmd import shards
 from tokenspeed.spmd.graph import Graph, Value
-from tokenspeed.spmd.interpreter import Array, Exchanging, Maths, StepInput, View
+from tokenspeed.spmd.interpreter import Array, Exchanging, Maths
 from tokenspeed.spmd.mesh import Group, GroupSizes, Mesh
 from tokenspeed.spmd.placement import TokenTable
 from tokenspeed.spmd.shards import Shards
+from tokenspeed.spmd.step import StepInput, View
 
 WIDTH, HEAD, LATENT = 4, 2, 3
 
@@ -95,7 +96,7 @@ class Stack:
     def __init__(self, mesh: Mesh, seed: int = 0) -> None:
         self.mesh = mesh
         self.graph = Graph()
-        self.maths: dict[str, Maths] = {}
+        self.maths = self.graph.maths
         self.full: dict[str, Array] = {}
         self.shards: dict[str, Shards] = {}
         self.local: list[dict[str, Array]] = [{} for _ in range(mesh.world)]

@@ -48,7 +48,7 @@ def dealt(draw: st.DrawFn) -> tuple[Mesh, TokenTable, str, Array, list[Array]]:
     return mesh, table, layout, whole, locals_
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(dealt())
 def test_a_move_keeps_the_value(given_value: tuple[Mesh, TokenTable, str, Array, list[Array]]) -> None:
     mesh, table, layout, whole, locals_ = given_value

@@ -14,10 +14,11 @@ from tokenspeed.spmd.compiler import compile_plan
 from tokenspeed.spmd.cost import CostModel
 from tokenspeed.spmd.declare import NORM, Form, Placement
 from tokenspeed.spmd.graph import Graph
-from tokenspeed.spmd.interpreter import StepInput, View, run
+from tokenspeed.spmd.interpreter import run
 from tokenspeed.spmd.mesh import GroupSizes, Mesh
 from tokenspeed.spmd.placement import LayoutError, MoveKind, TokenTable
 from tokenspeed.spmd.program import Call, Move, Plan, Program, Step, Variant, fold
+from tokenspeed.spmd.step import StepInput, View
 from unit.spmd.stacks import Batch, Stack, dense
 
 MESH = Mesh.of(GroupSizes.of(2, attention_dp=2))

@@ -112,16 +112,16 @@ def test_a_window_group_never_has_more_than_the_full_one() -> None:
 
 def test_memory_that_windows_leave_goes_to_the_full_group(monkeypatch: pytest.MonkeyPatch) -> None:
     full_bytes, window_bytes = 64 * 16 * 4, (128 + 64) * 16 * 4
-    memory(monkeypatch, 2 * (101 * full_bytes + 73 * window_bytes))
+    memory(monkeypatch, 2 * (101 * full_bytes + 77 * window_bytes))
     size = sized(specs=MIXED, step_tokens=64)
-    assert [group.num_blocks for group in size.groups] == [100, 72]
-    assert size.kv_bytes == 101 * full_bytes + 73 * window_bytes
-    memory(monkeypatch, 2 * (101 * full_bytes + 73 * window_bytes) - 2)
+    assert [group.num_blocks for group in size.groups] == [100, 76]
+    assert size.kv_bytes == 101 * full_bytes + 77 * window_bytes
+    memory(monkeypatch, 2 * (101 * full_bytes + 77 * window_bytes) - 2)
     assert sized(specs=MIXED, step_tokens=64).num_blocks == 99
     memory(monkeypatch, 2 * 41 * (full_bytes + window_bytes))
     assert [group.num_blocks for group in sized(specs=MIXED, step_tokens=64).groups] == [40, 40]
     memory(monkeypatch, 1 << 50)
-    assert [group.num_blocks for group in sized(specs=MIXED, step_tokens=64).groups] == [4 * 63, 72]
+    assert [group.num_blocks for group in sized(specs=MIXED, step_tokens=64).groups] == [4 * 63, 76]
 
 
 def test_layers_that_look_back_alike_are_one_group_and_the_furthest_comes_first() -> None:

@@ -9,7 +9,7 @@ JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full check format sim bench bench-control docs docs-control clean
+.PHONY: help setup demo serve test test-full check format sim mutants bench bench-control docs docs-control clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,10 @@ sim: ## the control plane's simulator under ASan and UBSan: make sim SEEDS=1000,
 
 bench: $(VENV)/.test ## decode speed of the default model beside transformers, same run
 	@$(BIN)/python bench/decode_cpu.py $(ARGS)
+
+mutants: ## deliberate faults of the control plane, and who catches each: make mutants ARGS="--seeds 1000"
+	@mkdir -p build
+	@$(PYTHON) csrc/control/mutants/run.py --jobs $(JOBS) $(ARGS)
 
 bench-control: $(VENV)/.base ## what planning costs: 128 running requests of 32k tokens in four cache groups
 	@mkdir -p build

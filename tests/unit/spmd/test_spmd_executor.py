@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +15,12 @@ from tokenspeed.spmd.compiler import compile_plan
 from tokenspeed.spmd.cost import CostModel
 from tokenspeed.spmd.declare import Form
 from tokenspeed.spmd.executor import Executor
-from tokenspeed.spmd.graph import Value
+from tokenspeed.spmd.graph import Graph, Value
 from tokenspeed.spmd.interpreter import run
 from tokenspeed.spmd.mesh import GroupSizes, Mesh
-from tokenspeed.spmd.placement import Axes, MoveKind
+from tokenspeed.spmd.placement import Axes, MoveKind, TokenTable
 from tokenspeed.spmd.program import Call, Move, Program
+from tokenspeed.spmd.step import StepInput, View
 from unit.spmd.stacks import STACKS, Batch, Stack
 
 TIMEOUT_S = 20
@@ -127,7 +129,7 @@ def test_rows_that_travel_out_of_order_are_put_in_order() -> None:
         Move(value, "RS", MoveKind.ALL_GATHER, (1,)),
         Call(2, Form("RR", "RR")),
     )
-    batch = Batch.of(mesh, (2, 1, 3, 1), stack.vocab_size, seed=3)
+    batch = Batch.of(mesh, (1, 2, 3, 2), stack.vocab_size, seed=3)
     expected = stack.forward(batch)["end"]
     for outputs, _ in run_threads(Program(mesh, tuple(stack.graph.ops), steps), stack, batch):
         np.testing.assert_allclose(outputs["end"], expected)
@@ -155,6 +157,27 @@ def test_a_fused_kernel_takes_the_place_of_both() -> None:
             np.testing.assert_allclose(outputs["logits"], expected, rtol=1e-9, atol=1e-12)
     assert made == ["layers.0.post_norm"] * 2
     assert all(tuple(each.trace) == tuple(program.collectives()) for each in received_by)
+
+
+def test_values_that_are_read_no_more_are_let_go() -> None:
+    graph = Graph()
+    graph.output("end", graph.norm("third", graph.norm("second", graph.norm("first", graph.source("ids", width=2)))))
+    made: list[weakref.ref[np.ndarray]] = []
+    alive: list[int] = []
+
+    def norm(view: View, x: np.ndarray) -> np.ndarray:
+        alive.append(sum(each() is not None for each in made))
+        out = x + 1
+        made.append(weakref.ref(out))
+        return out
+
+    mesh = Mesh.of(GroupSizes.of(1))
+    program = compile_plan(graph, mesh).variants[0].program
+    step = StepInput(TokenTable(mesh, (2,)), {"ids": np.zeros((2, 2))}, np.arange(0))
+    maths = dict.fromkeys(("first", "second", "third"), norm)
+    (end,) = Executor(program, 0, maths, ThreadCollectives(Board(mesh), 0)).run(step).values()
+    assert end.tolist() == [[3, 3], [3, 3]]
+    assert alive == [0, 1, 1]
 
 
 def test_every_op_needs_its_maths() -> None:

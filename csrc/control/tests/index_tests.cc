@@ -137,6 +137,7 @@ void a_lease_that_is_used_again_has_a_new_name() {
     EXPECT(throws([&] { (void)ledger.begin(TransferKind::kLoad, PartitionId(0)); }));
     last = transfer.id;
     ledger.end(transfer);
+    EXPECT(ledger.settle(last, true) == nullptr);
   }
 }
 

@@ -190,7 +190,7 @@ void Scheduler::supersede(Sequence& next, Partition& partition) {
   if (!next.request().retain) {
     return;
   }
-  const auto session = sessions_.find(next.request().retain->session);
+  const auto session = sessions_.find(next.session());
   if (session == sessions_.end()) {
     return;
   }

@@ -88,7 +88,7 @@ void Scheduler::enter_held(Slot slot) {
   const auto before = [](const HeldEntry& a, const HeldEntry& b) { return policy::reclaimed_before(a.rank, b.rank); };
   roster.held.insert(std::upper_bound(roster.held.begin(), roster.held.end(), entry, before), entry);
   roster.most_held += entry.most_freed;
-  sessions_[sequence.request().retain->session].push_back(slot);
+  sessions_[sequence.session()].push_back(slot);
   // Its pages can be reclaimed, so whoever waits may look again.
   blocked_.reset();
 }
@@ -103,7 +103,7 @@ void Scheduler::leave_held(Slot slot) {
       roster.held.erase(found);
     }
   }
-  const auto session = sessions_.find(at(slot).request().retain->session);
+  const auto session = sessions_.find(at(slot).session());
   TS_CHECK(session != sessions_.end(), "request", at(slot).key(), "is in no session");
   std::erase(session->second, slot);
   if (session->second.empty()) {

@@ -44,6 +44,12 @@ const HeldPages& Sequence::held() const {
   return held->pages_;
 }
 
+const std::string& Sequence::session() const {
+  const std::optional<Retention>& retain = request_.retain;
+  TS_CHECK(retain.has_value(), "request", key(), "belongs to no session");
+  return retain->session;
+}
+
 bool Sequence::has_ended() const {
   const auto* draining = std::get_if<Draining>(&state_);
   return is<Done>() || is<Held>() || is<SendingKv>() || (draining != nullptr && draining->fate_ != Fate::kPreempted);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <variant>
@@ -75,6 +76,8 @@ class Sequence {
 
   [[nodiscard]] RequestKey key() const { return request_.key; }
   [[nodiscard]] const Submit& request() const { return request_; }
+  // Of a request that was submitted with a retention.
+  [[nodiscard]] const std::string& session() const;
   [[nodiscard]] Rank rank() const { return rank_; }
   [[nodiscard]] std::span<const std::int32_t> token_ids() const { return request_.token_ids; }
   [[nodiscard]] Tokens len() const { return Tokens(static_cast<std::int64_t>(request_.token_ids.size())); }

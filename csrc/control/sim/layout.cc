@@ -52,22 +52,24 @@ std::int64_t Layout::margin(const GroupSpec& spec) const {
     return 0;
   }
   // Two steps in flight, and two whose pages have expired and are not yet given back.
-  const std::int64_t size = spec.block_size.value();
-  const std::int64_t margin = 4 * (divided_up(config_.max_num_batched_tokens, size) + 1);
-  const std::int64_t one_window = divided_up(spec.window.value() - 1 + unit_, size) + 5 + divided_up(2, size);
-  return margin + one_window <= spec.num_blocks.value() ? margin : 0;
+  const std::int64_t margin = 4 * (divided_up(config_.max_num_batched_tokens, spec.block_size.value()) + 1);
+  return margin + kept_pages(spec, 0) <= spec.num_blocks.value() ? margin : 0;
 }
 
 bool Layout::holds_whole(const GroupSpec& spec) const {
   return spec.kind == GroupKind::kFull || (spec.kind == GroupKind::kWindow && margin(spec) == 0);
 }
 
-// What one sequence of that length may keep in a bounded group at a time.
-std::int64_t Layout::most_pages(const GroupSpec& spec, std::int64_t len, std::int32_t draft_width) const {
+// What one sequence may keep in a bounded group at a time, however long it is.
+std::int64_t Layout::kept_pages(const GroupSpec& spec, std::int32_t draft_width) const {
   const std::int64_t size = spec.block_size.value();
   const std::int64_t reach = spec.kind == GroupKind::kWindow ? spec.window.value() - 1 : 1;
   const std::int64_t drafts = spec.kind == GroupKind::kWindow ? divided_up(2 * (1 + draft_width), size) : 0;
-  return std::min(divided_up(len - 1, size), divided_up(reach + unit_, size) + 5 + drafts);
+  return divided_up(reach + unit_, size) + 5 + drafts;
+}
+
+std::int64_t Layout::most_pages(const GroupSpec& spec, std::int64_t len, std::int32_t draft_width) const {
+  return std::min(divided_up(len - 1, spec.block_size.value()), kept_pages(spec, draft_width));
 }
 
 bool Layout::must_refuse(const Submit& submit) const {

@@ -36,6 +36,7 @@ class Layout {
 
  private:
   [[nodiscard]] bool holds_whole(const GroupSpec& spec) const;
+  [[nodiscard]] std::int64_t kept_pages(const GroupSpec& spec, std::int32_t draft_width) const;
   [[nodiscard]] std::int64_t most_pages(const GroupSpec& spec, std::int64_t len, std::int32_t draft_width) const;
 
   Config config_;

@@ -179,6 +179,10 @@ std::string Picture::svg_of(const Section& section, double width, bool states, d
       << "</text>";
   top += 14;
   for (const Row& row : section.rows) {
+    if (states) {
+      out << "<rect x=\"" << kLeft - 50 << "\" y=\"" << top << "\" width=\"8\" height=\"" << height - 1 << "\" fill=\""
+          << page_fill("s", row.name) << "\"/>";
+    }
     out << "<text x=\"" << kLeft - 4 << "\" y=\"" << top + height - 1 << "\" text-anchor=\"end\">" << row.name
         << "</text>";
     for (auto cell = row.cells.begin(); cell != row.cells.end();) {
@@ -222,7 +226,8 @@ std::string Picture::html(std::uint64_t seed, const std::string& violation) cons
   out << kHead << "<title>Seed " << seed << "</title><h1>Seed " << seed << "</h1><p>Each column is what holds after a "
       << "plan. Point at a rectangle to read it.</p><p><b>Requests</b> ";
   add_legend(out, kStates);
-  out << "</p><p><b>Pages</b> <span>a hue for each request: dark it writes the page, middle it shares a sealed page, "
+  out << "</p><p><b>Pages</b> <span>the hue beside each request: dark where it writes the page, middle it shares a "
+         "sealed page, "
       << "light it is held</span>";
   add_legend(out, kPages);
   out << "<span>white: free</span></p>";

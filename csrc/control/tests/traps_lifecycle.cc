@@ -223,6 +223,20 @@ void trap_05_a_faulted_step_never_matches() {
   }
 }
 
+// A session does not get back what a fault may have left behind.
+void trap_05_a_faulted_turn_is_not_held() {
+  for (const bool whole_step : {true, false}) {
+    Harness harness(config_of({full(16, 64)}));
+    const RequestKey key = retained(harness, 0, ids(100, 60), 50);
+    harness.run_until([&] { return harness.known(key).generated.size() == 20; });
+    harness.step_fault = whole_step;
+    harness.faulty.insert(0);
+    (void)harness.step();
+    EXPECT(harness.known(key).finish == FinishCode::kFault && harness.state_of(key).empty(), harness.state_of(key));
+    harness.expect_idle();
+  }
+}
+
 void trap_20_a_late_result_never_reaches_the_next_user_of_an_index() {
   Harness harness(config_of({full(16, 32)}));
   harness.depth = 1;
@@ -245,6 +259,27 @@ void trap_20_a_late_result_never_reaches_the_next_user_of_an_index() {
   harness.enqueue(Release{.key = old});
   harness.run();
   EXPECT(harness.known(fresh).finish == FinishCode::kLength && harness.known(fresh).generated.size() == 4);
+  harness.expect_idle();
+}
+
+// A held request's index is free, its key is not: what is said about either reaches that one only.
+void trap_20_a_held_request_keeps_its_key_when_its_index_is_reused() {
+  Harness harness(config_of({full(16, 64)}));
+  const RequestKey held = retained(harness, 0, ids(100, 60), 2);
+  harness.run();
+  const RequestKey fresh = harness.submit(0, ids(500, 40), 30);
+  harness.run_until([&] { return harness.known(fresh).generated.size() == 3; });
+  EXPECT(harness.state_of(held) == "Held" && harness.state_of(fresh) == "Decoding");
+  harness.enqueue(Retain{.key = held, .deadline_ms = 5000});
+  harness.enqueue(Tick{.now_ms = 4000});
+  harness.apply();
+  EXPECT(harness.state_of(held) == "Held" && harness.state_of(fresh) == "Decoding");
+  harness.enqueue(Release{.key = held});
+  harness.apply();
+  EXPECT(harness.state_of(held).empty() && harness.state_of(fresh) == "Decoding");
+  harness.enqueue(Cancel{.key = fresh});
+  harness.run();
+  EXPECT(harness.known(fresh).finish == FinishCode::kCancelled);
   harness.expect_idle();
 }
 
@@ -342,8 +377,11 @@ constexpr std::array kTests{
          .run = trap_03_cancel_while_draining_and_mid_transfer_frees_nothing_early},
     Test{.name = "trap_04_finish_with_the_next_step_in_flight", .run = trap_04_finish_with_the_next_step_in_flight},
     Test{.name = "trap_05_a_faulted_step_never_matches", .run = trap_05_a_faulted_step_never_matches},
+    Test{.name = "trap_05_a_faulted_turn_is_not_held", .run = trap_05_a_faulted_turn_is_not_held},
     Test{.name = "trap_20_a_late_result_never_reaches_the_next_user_of_an_index",
          .run = trap_20_a_late_result_never_reaches_the_next_user_of_an_index},
+    Test{.name = "trap_20_a_held_request_keeps_its_key_when_its_index_is_reused",
+         .run = trap_20_a_held_request_keeps_its_key_when_its_index_is_reused},
     Test{.name = "trap_24_release_racing_with_the_end", .run = trap_24_release_racing_with_the_end},
     Test{.name = "trap_24_retain_racing_with_the_end", .run = trap_24_retain_racing_with_the_end},
     Test{.name = "trap_24_finish_racing_with_the_end", .run = trap_24_finish_racing_with_the_end},

@@ -144,10 +144,20 @@ void trap_16_arrival_order_holds_whatever_the_ids() {
   Config config = config_of({full(16, 8)});
   config.max_num_seqs = 2;
   Harness harness(config);
-  std::vector<RequestKey> order;
-  for (const std::int32_t index : {50, 7, 99, 1, 23, 64, 2, 80}) {
-    order.push_back(harness.submit(index, ids(1000 * index, 20 + index % 13), 12));
+  // Others have ended in an order of their own, so that places inside are taken again in no order.
+  for (std::int32_t index = 0; index < 9; ++index) {
+    (void)harness.submit(index, ids(10 * index, 5), 1 + index * 5 % 9,
+                         [&](Submit& submit) { submit.priority = index * 2 % 3; });
   }
+  harness.run();
+  std::array<std::vector<RequestKey>, 2> classes;
+  for (const std::int32_t index : {50, 7, 99, 11, 23, 64, 12, 80}) {
+    const std::int32_t priority = index % 2;
+    classes[static_cast<std::size_t>(priority)].push_back(harness.submit(
+        index, ids(1000 * index, 20 + index % 13), 12, [&](Submit& submit) { submit.priority = priority; }));
+  }
+  std::vector<RequestKey> order = classes[0];
+  order.insert(order.end(), classes[1].begin(), classes[1].end());
   std::vector<RequestKey> seated;
   harness.run_until([&] {
     const PlanCopy* plan = harness.step();

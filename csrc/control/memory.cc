@@ -189,11 +189,12 @@ void Scheduler::on(const TransferDone& done) {
     transfers_.end(*transfer);
     return;
   }
+  TS_CHECK(transfer->slot.has_value() && transfer->lease.has_value(), "transfer", done.lease, "is of no sequence");
   const Slot slot = *transfer->slot;
   ledger_.retire(std::move(*transfer->lease));
   transfer->lease.reset();
   const bool ok = done.ok;
-  end_loads(*transfer);
+  end_loads(*transfer, at(slot));
   transfers_.end(*transfer);
   send(slot, signal::TransferEnded{.ok = ok});
 }
@@ -217,8 +218,7 @@ void Scheduler::end_stores(Transfer& transfer) {
 }
 
 // Of a load or a remote prefill. A sequence that ended meanwhile gets its pages published all the same: they are good.
-void Scheduler::end_loads(Transfer& transfer) {
-  Sequence& sequence = at(*transfer.slot);
+void Scheduler::end_loads(Transfer& transfer, Sequence& sequence) {
   Partition& partition = partitions_[static_cast<std::size_t>(transfer.partition.value())];
   Tables& tables = sequence.grant().tables();
   transfer.loads.each([&]<class Kind>(std::vector<LoadItem<Kind>>& items) {

@@ -195,7 +195,7 @@ class Scheduler {
   void plan_sends(StepPlan& plan);
   void on(const TransferDone& done);
   void end_stores(Transfer& transfer);
-  void end_loads(Transfer& transfer);
+  void end_loads(Transfer& transfer, Sequence& sequence);
 
   // results.cc
   void check_result(const StepResult& result) const;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who comes in, where it runs, and what it takes: all its pages at once, so that two half-computed prompts can never wait
-// for each other's.
+// Who comes in, where it runs, and what it takes: all its pages at once, so that two half-computed prompts can never
+// wait for each other's.
 #include <algorithm>
 #include <limits>
 
@@ -177,8 +177,8 @@ bool Scheduler::push_load(StepPlan& plan, const Transfer& transfer, Partition& p
     for (const LoadItem<Kind>& item : items) {
       const DevicePage<Kind> target = partition.table<Kind>(tables, item.group).page(item.block);
       const std::int32_t source = item.source ? item.source->page().value() : 0;
-      plan.load.push({narrow(transfer.id.value()), narrow(partition.group<Kind>(item.group).number()), target.value(),
-                      source});
+      plan.load.push(
+          {narrow(transfer.id.value()), narrow(partition.group<Kind>(item.group).number()), target.value(), source});
       any = true;
     }
   });
@@ -200,8 +200,8 @@ void Scheduler::supersede(Sequence& next, Partition& partition) {
     Sequence& held = at(slot);
     const Tokens unit = partition.boundary_unit();
     const Tokens depth(held.computed().value() / unit.value() * unit.value());
-    if (depth <= most && held.block_hashes(depth, base_size_).before(depth) ==
-                             next.block_hashes(depth, base_size_).before(depth)) {
+    if (depth <= most &&
+        held.block_hashes(depth, base_size_).before(depth) == next.block_hashes(depth, base_size_).before(depth)) {
       over.push_back(slot);
     }
   }

@@ -11,7 +11,7 @@ namespace {
 constexpr Blocks kOne{1};
 // Prompts that matched a page, from which on it counts as a point where sequences part.
 constexpr std::uint8_t kForked = 2;
-}
+}  // namespace
 
 template <class Tier, class Kind>
 BlockPool<Tier, Kind>::BlockPool(Blocks num_blocks) {

@@ -81,10 +81,9 @@ void Scheduler::enter_held(Slot slot) {
   sequence.retain_until(deadline_ms);
   set_timer(deadline_ms, sequence.key());
   Roster& roster = roster_of(sequence.held().home());
-  const HeldEntry entry{
-      .rank = HeldRank{.priority = wish.priority, .deadline_ms = deadline_ms, .number = num_holds_++},
-      .slot = slot,
-      .most_freed = sequence.held().most_freed()};
+  const HeldEntry entry{.rank = HeldRank{.priority = wish.priority, .deadline_ms = deadline_ms, .number = num_holds_++},
+                        .slot = slot,
+                        .most_freed = sequence.held().most_freed()};
   const auto before = [](const HeldEntry& a, const HeldEntry& b) { return policy::reclaimed_before(a.rank, b.rank); };
   roster.held.insert(std::upper_bound(roster.held.begin(), roster.held.end(), entry, before), entry);
   roster.most_held += entry.most_freed;

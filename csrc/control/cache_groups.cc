@@ -174,7 +174,8 @@ void CacheGroup<Kind>::open(Table& table, const BlockHashes& hashes, Tokens boun
 
 template <class Kind>
 void CacheGroup<Kind>::charge(Table& table, Blocks blocks) {
-  TS_CHECK(table.charged() == Blocks(0) && blocks <= charge_room(), "group", id_, "charge", blocks, "of", charge_room());
+  TS_CHECK(table.charged() == Blocks(0) && blocks <= charge_room(), "group", id_, "charge", blocks, "of",
+           charge_room());
   table.set_charged(blocks);
   charged_ += blocks;
 }
@@ -289,8 +290,8 @@ Tokens CacheGroup<Kind>::private_tokens(const Table& table) const {
   Blocks count;
   for (Blocks block = table.first(); block < table.size(); block += kOne) {
     const DevicePage<Kind> page = table.page(block);
-    const bool stays = page.is_null() || (table.is_sealed(block) && (device_.num_shares(page) > 1 ||
-                                                                     (has_host() && device_.is_saved(page))));
+    const bool stays = page.is_null() || (table.is_sealed(block) &&
+                                          (device_.num_shares(page) > 1 || (has_host() && device_.is_saved(page))));
     count += stays ? Blocks(0) : kOne;
   }
   return tokens_in(count);
@@ -435,9 +436,9 @@ void CacheGroup<Kind>::fail_load(LoadItem<Kind>&& item) {
 template class CacheGroup<kind::FullAttention>;
 template class CacheGroup<kind::SlidingWindow>;
 template class CacheGroup<kind::RecurrentState>;
-#define TS_SEAL(Kind)                                                                                  \
-  template void CacheGroup<Kind>::seal(PageTable<Kind>&, Tokens, const BlockHashes&,                  \
-                                       std::span<const std::int32_t>, const StepReceipt&)
+#define TS_SEAL(Kind)                                                                                               \
+  template void CacheGroup<Kind>::seal(PageTable<Kind>&, Tokens, const BlockHashes&, std::span<const std::int32_t>, \
+                                       const StepReceipt&)
 TS_SEAL(kind::FullAttention);
 TS_SEAL(kind::SlidingWindow);
 TS_SEAL(kind::RecurrentState);

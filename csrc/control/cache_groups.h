@@ -51,9 +51,7 @@ struct BlockHashes {
   Tokens base_size;
   BlockHash root;
 
-  [[nodiscard]] Tokens tokens() const {
-    return Tokens(static_cast<std::int64_t>(base.size()) * base_size.value());
-  }
+  [[nodiscard]] Tokens tokens() const { return Tokens(static_cast<std::int64_t>(base.size()) * base_size.value()); }
   // Of all tokens before `end`, which lies on a base block's end.
   [[nodiscard]] const BlockHash& before(Tokens end) const {
     const auto count = static_cast<std::size_t>(end.value() / base_size.value());
@@ -105,7 +103,8 @@ class CacheGroup {
   [[nodiscard]] Demand demand(const BlockHashes& hashes, Tokens boundary, Tokens len) const;
   // Fills an empty table up to the boundary: shares what the device has; for the rest takes pages to write, which go
   // into `loads` with their source in the host tier, or with none where `from_peer`.
-  void open(Table& table, const BlockHashes& hashes, Tokens boundary, bool from_peer, std::vector<LoadItem<Kind>>& loads);
+  void open(Table& table, const BlockHashes& hashes, Tokens boundary, bool from_peer,
+            std::vector<LoadItem<Kind>>& loads);
   void charge(Table& table, Blocks blocks);
 
   // Pages that the table lacks for a step that ends at `end`.

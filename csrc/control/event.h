@@ -33,9 +33,9 @@ struct Retention {
 // a peer takes the K/V.
 enum class Remote : std::int32_t { kNone = 0, kReceive = 1, kSend = 2 };
 
-// priority: lower is sooner. match_limit: at most so many prompt tokens may come from the prefix cache. deadline_ms: the
-// request ends then, in whatever state it is. draft_width: tokens that each decode row may draft. partition_hint: where
-// it would best run.
+// priority: lower is sooner. match_limit: at most so many prompt tokens may come from the prefix cache. deadline_ms:
+// the request ends then, in whatever state it is. draft_width: tokens that each decode row may draft. partition_hint:
+// where it would best run.
 struct Submit {
   RequestKey key;
   std::vector<std::int32_t> token_ids;
@@ -103,13 +103,6 @@ struct Refusal {
   Tokens capacity;
 };
 
-enum class FinishCode : std::int32_t {
-  kNone = 0,
-  kStop = 1,
-  kLength = 2,
-  kCancelled = 3,
-  kFault = 4,
-  kDeadline = 5
-};
+enum class FinishCode : std::int32_t { kNone = 0, kStop = 1, kLength = 2, kCancelled = 3, kFault = 4, kDeadline = 5 };
 
 }  // namespace tokenspeed::control

@@ -52,11 +52,8 @@ struct RowWork {
 
 [[nodiscard]] inline RowWork prefill_work(Slot slot, Tokens chunk, bool samples) {
   const std::int32_t accepted = samples ? 1 : 0;
-  return RowWork{.slot = slot,
-                 .query_len = chunk,
-                 .least_accepted = accepted,
-                 .most_accepted = accepted,
-                 .is_decode = false};
+  return RowWork{
+      .slot = slot, .query_len = chunk, .least_accepted = accepted, .most_accepted = accepted, .is_decode = false};
 }
 
 struct StepRow {

@@ -22,8 +22,7 @@ void each_sent(Sequence& sequence, F&& visit) {
   const Tokens len = sequence.computed();
   Grant& grant = sequence.grant();
   grant.home().each(grant.tables(), [&](const auto& group, const auto& table) {
-    for (Blocks block = table.first(); block < group.blocks_covering(len) && block < table.size();
-         block += Blocks(1)) {
+    for (Blocks block = table.first(); block < group.blocks_covering(len) && block < table.size(); block += Blocks(1)) {
       if (!table.page(block).is_null()) {
         visit(group, table.page(block));
       }
@@ -81,9 +80,8 @@ Scheduler::Room Scheduler::room_for(Sequence& sequence, Tokens end) {
 bool Scheduler::has_ready_for(Sequence& sequence, Tokens end) {
   bool ready = true;
   Grant& grant = sequence.grant();
-  grant.home().each(grant.tables(), [&](auto& group, auto& table) {
-    ready = ready && group.num_ready() >= group.missing(table, end);
-  });
+  grant.home().each(grant.tables(),
+                    [&](auto& group, auto& table) { ready = ready && group.num_ready() >= group.missing(table, end); });
   return ready;
 }
 
@@ -151,8 +149,8 @@ void Scheduler::push_stores(StepPlan& plan, Partition& partition) {
   transfer.stores.each([&]<class Kind>(std::vector<StoreItem<Kind>>& items) {
     for (const StoreItem<Kind>& item : items) {
       const std::int64_t number = partition.group<Kind>(item.group).number();
-      plan.store.push({narrow(transfer.id.value()), narrow(number), item.source.page().value(),
-                       item.target.page().value()});
+      plan.store.push(
+          {narrow(transfer.id.value()), narrow(number), item.source.page().value(), item.target.page().value()});
       any = true;
     }
   });

@@ -205,8 +205,8 @@ class [[nodiscard]] SeatHold : private Handle<Seat, SeatPool> {
   explicit SeatHold(Seat seat) : Handle<Seat, SeatPool>(seat) {}
 };
 
-// A step in flight reads and writes through this seat's page table, or a transfer does. Only that step's result, or that
-// transfer's acknowledgement, retires it.
+// A step in flight reads and writes through this seat's page table, or a transfer does. Only that step's result, or
+// that transfer's acknowledgement, retires it.
 class [[nodiscard]] Lease : private Handle<Seat, StepLedger> {
  public:
   Lease(Lease&&) noexcept = default;

@@ -85,7 +85,7 @@ void PageTable<Kind>::give_back(Pool& pool, const Retirement& retirement) {
 
 template <class Kind>
 std::vector<SealedDevicePage<Kind>> PageTable<Kind>::keep_sealed(Blocks blocks, Pool& pool,
-                                                                const Retirement& retirement) {
+                                                                 const Retirement& retirement) {
   std::vector<SealedDevicePage<Kind>> kept;
   for (Blocks block = base_; block < blocks && block < size(); block += kOne) {
     Entry* entry = find(block);

@@ -38,8 +38,8 @@ StepPlan* Scheduler::next_plan() {
   plan_sends(plan);
   if (plan.is_empty()) {
     // With nothing in flight nothing will ever change by itself, so whoever waits now would wait for ever.
-    TS_CHECK(ledger_.num_in_flight() + transfers_.num_in_flight() > 0 || !has_work(), "running",
-             num_of(List::kRunning), "waiting", waiting_.size(), "draining", num_of(List::kEnding));
+    TS_CHECK(ledger_.num_in_flight() + transfers_.num_in_flight() > 0 || !has_work(), "running", num_of(List::kRunning),
+             "waiting", waiting_.size(), "draining", num_of(List::kEnding));
     return nullptr;
   }
   ++last_step_;

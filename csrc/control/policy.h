@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pure decisions: who goes first, how much of a prompt a step takes, who gives way, where a request runs. Knows no pages
-// and no state.
+// Pure decisions: who goes first, how much of a prompt a step takes, who gives way, where a request runs. Knows no
+// pages and no state.
 #pragma once
 
 #include <compare>
@@ -48,9 +48,9 @@ namespace policy {
 [[nodiscard]] Rank rank_of(std::int32_t priority, std::int64_t arrival_step, std::int64_t ageing_steps,
                            std::int64_t number);
 
-// Which of the running (in rank order) gives its pages to the one at `wanting`: never one before it, so the first always
-// gets on, and no two can displace each other in turn. Of those after it the least urgent class, then the cheapest to
-// restore, then the last to come; itself where there is none.
+// Which of the running (in rank order) gives its pages to the one at `wanting`: never one before it, so the first
+// always gets on, and no two can displace each other in turn. Of those after it the least urgent class, then the
+// cheapest to restore, then the last to come; itself where there is none.
 [[nodiscard]] std::size_t choose_victim(std::span<const Candidate> running, std::size_t wanting);
 
 // Whether a gives up its pages before b: the less urgent class, then the earlier deadline, then the longer unused.
@@ -67,8 +67,8 @@ namespace policy {
 // Blocks that admission leaves alone so that sequences which already run do not have to preempt the newcomer at once.
 [[nodiscard]] Blocks admission_reserve(std::size_t num_running);
 
-// Pages that should be able to go at once where cached pages are copied to the host under pressure. No more than half of
-// what the host holds, so that copies do not displace each other.
+// Pages that should be able to go at once where cached pages are copied to the host under pressure. No more than half
+// of what the host holds, so that copies do not displace each other.
 [[nodiscard]] Blocks ready_reserve(Blocks total, Blocks host_total);
 
 }  // namespace policy

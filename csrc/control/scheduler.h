@@ -228,7 +228,7 @@ class Scheduler {
   std::vector<IndexEntry> indices_;
   std::unordered_map<std::string, std::vector<Slot>> sessions_;  // what each session holds; never iterated
   std::array<std::size_t, kNumLists> counts_{};
-  std::vector<Slot> waiting_;  // by rank, first to be served at the back
+  std::vector<Slot> waiting_;   // by rank, first to be served at the back
   std::vector<Slot> expiring_;  // sequences that may have pages which expired
   std::vector<Slot> to_send_;
   std::vector<Timer> timers_;  // a heap; entries that no longer hold are skipped when they fire

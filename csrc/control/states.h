@@ -35,9 +35,7 @@ class [[nodiscard]] Grant {
   [[nodiscard]] const Tables& tables() const { return tables_; }
 
   // The ways out, once no step and no transfer in flight uses the seat.
-  void give_back(const Retirement& retirement) {
-    home_->take_back(std::move(seat_), std::move(tables_), retirement);
-  }
+  void give_back(const Retirement& retirement) { home_->take_back(std::move(seat_), std::move(tables_), retirement); }
   [[nodiscard]] HeldPages hold(Tokens len, const Retirement& retirement) {
     return home_->hold(std::move(seat_), std::move(tables_), len, retirement);
   }

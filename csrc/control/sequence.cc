@@ -56,15 +56,12 @@ bool Sequence::has_ended() const {
 }
 
 void Sequence::forfeit(const Teardown& teardown) noexcept {
-  std::visit(
-      [&]<class S>(S& state) {
-        if constexpr (std::is_base_of_v<Seated, S>) {
-          state.grant_.forfeit(teardown);
-        } else if constexpr (std::is_same_v<S, Held>) {
-          state.pages_.forfeit(teardown);
-        }
-      },
-      state_);
+  const auto let_go = [&](auto*... seated) { ((seated != nullptr ? seated->grant_.forfeit(teardown) : void()), ...); };
+  let_go(std::get_if<AwaitingTransfer>(&state_), std::get_if<Prefilling>(&state_), std::get_if<Decoding>(&state_),
+         std::get_if<SendingKv>(&state_), std::get_if<Draining>(&state_));
+  if (auto* held = std::get_if<Held>(&state_)) {
+    held->pages_.forfeit(teardown);
+  }
 }
 
 void Sequence::note_admission(Tokens boundary) {

@@ -94,6 +94,12 @@ struct Times {
     num_interrupted += span.interrupted ? 1 : 0;
     worst_uninterrupted_us = span.interrupted ? worst_uninterrupted_us : std::max(worst_uninterrupted_us, span.wall_us);
   }
+  void add(const Times& more) {
+    wall_us.insert(wall_us.end(), more.wall_us.begin(), more.wall_us.end());
+    cpu_us.insert(cpu_us.end(), more.cpu_us.begin(), more.cpu_us.end());
+    num_interrupted += more.num_interrupted;
+    worst_uninterrupted_us = std::max(worst_uninterrupted_us, more.worst_uninterrupted_us);
+  }
   [[nodiscard]] Summary wall() const { return summary_of(wall_us); }
   [[nodiscard]] Summary cpu() const { return summary_of(cpu_us); }
 };
@@ -197,17 +203,35 @@ class Bench {
 };
 
 // spread: prompts differ in length by up to so many tokens, so that they do not cross page boundaries together.
-Times steady_decode(std::int64_t context, std::int64_t pool_tokens, std::int64_t num_steps, std::int64_t spread) {
-  constexpr std::int64_t kWarmUp = 600;  // every kind of page boundary
-  const std::int64_t max_new = num_steps + kWarmUp + 4096;
-  Bench bench(config_of(pool_tokens, context + spread + max_new + 1));
-  for (std::int32_t index = 0; index < kRequests; ++index) {
-    bench.submit(prompt_of(index, context - spread * index / kRequests, max_new, static_cast<std::uint64_t>(index)));
+struct Shape {
+  const char* name;
+  std::int64_t context = 0;
+  std::int64_t pool_tokens = 0;
+  std::int64_t num_steps = 0;
+  std::int64_t spread = 256;
+};
+
+// All requests decode, and have for long enough that every kind of page boundary has been crossed.
+class SteadyDecode {
+ public:
+  explicit SteadyDecode(const Shape& shape)
+      : bench_(config_of(shape.pool_tokens, shape.context + shape.spread + longest(shape) + 1)) {
+    for (std::int32_t index = 0; index < kRequests; ++index) {
+      const std::int64_t len = shape.context - shape.spread * index / kRequests;
+      bench_.submit(prompt_of(index, len, longest(shape), static_cast<std::uint64_t>(index)));
+    }
+    (void)bench_.prefill(kRequests);
+    (void)bench_.decode(kWarmUp, kRequests);
   }
-  (void)bench.prefill(kRequests);
-  (void)bench.decode(kWarmUp, kRequests);
-  return bench.decode(num_steps, kRequests);
-}
+
+  Times run(std::int64_t num_steps) { return bench_.decode(num_steps, kRequests); }
+
+ private:
+  static constexpr std::int64_t kWarmUp = 600;
+  [[nodiscard]] static std::int64_t longest(const Shape& shape) { return shape.num_steps + kWarmUp + 4096; }
+
+  Bench bench_;
+};
 
 void print_times(const char* what, const Times& times) {
   const Summary wall = times.wall();
@@ -239,12 +263,15 @@ class Json {
 };
 
 void measure_decode(Json& json, std::int64_t num_steps) {
-  constexpr std::int64_t kContext = 32'768;
-  const std::int64_t pool = kContext + num_steps + 8192;
-  const Times spread = steady_decode(kContext, pool, num_steps, 256);
-  print_times("plan + advance, 128 x 32k x 4 groups", spread);
-  json.add("plan_advance", spread);
-  const Times together = steady_decode(kContext, pool, num_steps / 4, 0);
+  Shape shape{.name = "plan + advance, 128 x 32k x 4 groups",
+              .context = 32'768,
+              .pool_tokens = 32'768 + num_steps + 8192,
+              .num_steps = num_steps};
+  const Times apart = SteadyDecode(shape).run(num_steps);
+  print_times(shape.name, apart);
+  json.add("plan_advance", apart);
+  shape.spread = 0;
+  const Times together = SteadyDecode(shape).run(num_steps / 4);
   print_times("  all crossing page boundaries together", together);
   json.add("plan_advance_together", together);
 }
@@ -258,34 +285,38 @@ double steady_mean(const Times& times) {
   return summary_of(values).mean;
 }
 
-struct Shape {
-  const char* name;
-  std::int64_t context;
-  std::int64_t pool_tokens;
-};
-
-// In turns, so that a slow spell of the machine meets both; the better of each.
-double growth(const Shape& small, const Shape& large, std::int64_t num_steps) {
-  std::array<double, 2> best{1e18, 1e18};
-  for (int round = 0; round < 3; ++round) {
-    for (std::size_t side = 0; side < 2; ++side) {
-      const Shape& shape = side == 0 ? small : large;
-      const Times times = steady_decode(shape.context, shape.pool_tokens, num_steps, 256);
-      print_times(shape.name, times);
-      best[side] = std::min(best[side], steady_mean(times));
-    }
+// The two take turns of a few steps, so that a slow spell of the machine meets both: the median of the turns' ratios.
+double growth(const Shape& small, const Shape& large) {
+  constexpr std::int64_t kTurns = 20;
+  SteadyDecode before(small);
+  SteadyDecode after(large);
+  Times small_times;
+  Times large_times;
+  std::vector<double> ratios;
+  for (std::int64_t turn = 0; turn < kTurns; ++turn) {
+    const Times one = before.run(small.num_steps / kTurns);
+    const Times other = after.run(large.num_steps / kTurns);
+    ratios.push_back(steady_mean(other) / steady_mean(one));
+    small_times.add(one);
+    large_times.add(other);
   }
-  return best[1] / best[0];
+  print_times(small.name, small_times);
+  print_times(large.name, large_times);
+  return summary_of(ratios).median;
 }
 
 void measure_growth(Json& json, std::int64_t num_steps) {
   const std::int64_t room = num_steps + 8192;
-  const Shape brief{.name = "context 1k", .context = 1024, .pool_tokens = 131'072 + room};
-  const Shape extended{.name = "context 128k", .context = 131'072, .pool_tokens = 131'072 + room};
-  json.add("context_1k_to_128k_ratio", growth(brief, extended, num_steps));
-  const Shape tight{.name = "pool", .context = 1024, .pool_tokens = 1024 + room};
-  const Shape roomy{.name = "pool x 100", .context = 1024, .pool_tokens = 100 * (1024 + room)};
-  json.add("pool_x100_ratio", growth(tight, roomy, num_steps));
+  const Shape brief{.name = "context 1k", .context = 1024, .pool_tokens = 131'072 + room, .num_steps = num_steps};
+  Shape extended = brief;
+  extended.name = "context 128k";
+  extended.context = 131'072;
+  json.add("context_1k_to_128k_ratio", growth(brief, extended));
+  const Shape tight{.name = "pool", .context = 1024, .pool_tokens = 1024 + room, .num_steps = num_steps};
+  Shape roomy = tight;
+  roomy.name = "pool x 100";
+  roomy.pool_tokens *= 100;
+  json.add("pool_x100_ratio", growth(tight, roomy));
 }
 
 void measure_prompts(Json& json) {

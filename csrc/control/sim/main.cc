@@ -19,7 +19,7 @@
 
 // The names are the sanitizers' own. A sanitizer's finding ends in abort(), which is the seed's violation.
 // NOLINTBEGIN(bugprone-reserved-identifier)
-extern "C" const char* __asan_default_options() { return "abort_on_error=1:detect_leaks=0"; }
+extern "C" const char* __asan_default_options() { return "abort_on_error=1"; }
 extern "C" const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 // NOLINTEND(bugprone-reserved-identifier)
 

@@ -68,7 +68,6 @@ class Transport {
   TransferMood mood_;
   std::map<std::int64_t, Pending> pending_;
   std::vector<std::int64_t> settled_;
-  std::int64_t last_lease_ = 0;
   std::int64_t stored_blocks_ = 0;
   std::int64_t loaded_tokens_ = 0;
 };

@@ -51,11 +51,12 @@ struct Request {
   [[nodiscard]] std::int64_t most_kept() const { return kept.value_or(num_generated()); }
   [[nodiscard]] bool has_ended() const { return code != FinishCode::kNone; }
   [[nodiscard]] bool ended_well() const { return code == FinishCode::kStop || code == FinishCode::kLength; }
+  [[nodiscard]] std::int64_t ttl_ms() const { return submit.retain ? submit.retain->ttl_ms : 0; }
   // When its hold may end, and when it must; only while it is held.
   [[nodiscard]] std::int64_t hold_may_end_ms() const {
-    return retain_ms.value_or(held_since_ms.value_or(0) + submit.retain->ttl_ms);
+    return retain_ms.value_or(held_since_ms.value_or(0) + ttl_ms());
   }
-  [[nodiscard]] std::int64_t hold_must_end_ms() const { return retain_ms.value_or(held_by_ms + submit.retain->ttl_ms); }
+  [[nodiscard]] std::int64_t hold_must_end_ms() const { return retain_ms.value_or(held_by_ms + ttl_ms()); }
 };
 
 // A row's part of a step result. The tokens are those that the device accepted.

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <ctime>
+#include <exception>
 #include <sched.h>
 #include <string>
 #include <sys/resource.h>
@@ -385,12 +386,7 @@ void pin_to_one_core() {
   TS_CHECK(sched_setaffinity(0, sizeof(allowed), &allowed) == 0, "core", last);
 }
 
-}  // namespace
-}  // namespace tokenspeed::control
-
-int main(int argc, char** argv) {
-  using namespace tokenspeed::control;
-  const std::int64_t num_steps = argc > 1 ? std::stoll(argv[1]) : 10'000;
+void run(std::int64_t num_steps) {
   pin_to_one_core();
   std::printf("groups: full 16, full 64, window 4096 in 16, state every 256; one step in flight; %lld steps\n",
               static_cast<long long>(num_steps));
@@ -400,5 +396,18 @@ int main(int argc, char** argv) {
   measure_prompts(json);
   measure_stats(json);
   json.print();
+}
+
+}  // namespace
+}  // namespace tokenspeed::control
+
+// The argument: steps of steady decode.
+int main(int argc, char** argv) {
+  try {
+    tokenspeed::control::run(argc > 1 ? std::stoll(argv[1]) : 10'000);
+  } catch (const std::exception& error) {
+    (void)std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
   return 0;
 }

@@ -138,7 +138,8 @@ void submit_all(Scheduler& plane, const Case& test) {
   for (std::int32_t index = 0; index < count; ++index) {
     Submit submit;
     submit.key = RequestKey{.index = index, .generation = 0};
-    submit.token_ids.assign(static_cast<std::size_t>(200 + (test.in_step ? 0 : 3 * index)), 7 + index);
+    const std::int64_t len = 200 + (test.in_step ? 0 : 3 * std::int64_t{index});
+    submit.token_ids.assign(static_cast<std::size_t>(len), 7 + index);
     submit.max_new_tokens = Tokens(7900 - 200 - 3 * count);
     submit.draft_width = test.draft_width;
     plane.enqueue(std::move(submit));

@@ -63,6 +63,7 @@ Config config_of(std::vector<GroupSpec> groups) {
 
 std::vector<std::int32_t> ids(std::int32_t first, std::int64_t count) {
   std::vector<std::int32_t> all;
+  all.reserve(at(count));
   for (std::int64_t offset = 0; offset < count; ++offset) {
     all.push_back(first + static_cast<std::int32_t>(offset));
   }
@@ -175,6 +176,7 @@ void Harness::run_until(const std::function<bool()>& done, int most_steps) {
 
 std::vector<LeaseId> Harness::leases() const {
   std::vector<LeaseId> all;
+  all.reserve(moving_.size());
   for (const auto& [lease, moving] : moving_) {
     all.emplace_back(lease);
   }

@@ -54,6 +54,7 @@ void trap_07_admission_counts_shared_pages_as_freed() {
 void trap_08_admission_leaves_a_page_to_each_that_decodes() {
   Harness harness(config_of({full(16, 12)}));
   std::vector<RequestKey> running;
+  running.reserve(3);
   for (std::int32_t index = 0; index < 3; ++index) {
     running.push_back(harness.submit(index, ids(100 * index, 30), 17));
   }
@@ -129,6 +130,7 @@ void trap_16_every_decode_gets_on_whatever_comes_beside_it() {
         ++next;
       }
       std::vector<std::size_t> before;
+      before.reserve(talking.size());
       for (const RequestKey& key : talking) {
         before.push_back(harness.known(key).generated.size());
       }

@@ -159,7 +159,7 @@ void trap_13_host_depth_is_not_device_depth() {
   drain_stores(deeper);
   const RequestKey again = deeper.submit(2, ids(100, 110), 1);
   const PlanCopy* plan = deeper.plan();
-  EXPECT(plan != nullptr && !plan->load.empty() && plan->load.size() < 6, plan->load.size());
+  EXPECT(plan != nullptr && !plan->load.empty() && plan->load.size() < 6);
   const std::size_t num_loaded = plan->load.size();
   deeper.run();
   EXPECT(deeper.known(again).cached_len == 96 && deeper.known(again).num_computed == 14);
@@ -226,6 +226,7 @@ void trap_17_a_receive_that_fails_is_computed_here() {
   harness.acks = false;
   const RequestKey key = harness.submit(0, ids(100, 100), 5, [](Submit& submit) { submit.remote = Remote::kReceive; });
   const PlanCopy* plan = harness.plan();
+  EXPECT(plan != nullptr && plan->load.size() == 6);
   harness.acknowledge(LeaseId(plan->load.front()[0]), false);
   harness.advance();
   harness.acks = true;

@@ -108,13 +108,17 @@ class Shrinker {
   }
 
   void fewer_rounds() {
-    Setup setup = best_.setup;
-    setup.num_rounds = first_.num_rounds > 0 ? first_.num_rounds : 300;
-    bool shorter = still_fails(setup);
-    for (std::int64_t step = *setup.num_rounds / 2; shorter && step > 0; step /= 2) {
-      setup = best_.setup;
-      setup.num_rounds = *setup.num_rounds - step;
-      (void)still_fails(setup);
+    std::int64_t num_rounds = first_.num_rounds > 0 ? first_.num_rounds : 300;
+    const auto fails_with = [this](std::int64_t rounds) {
+      Setup setup = best_.setup;
+      setup.num_rounds = rounds;
+      return still_fails(setup);
+    };
+    if (!fails_with(num_rounds)) {
+      return;
+    }
+    for (std::int64_t step = num_rounds / 2; step > 0; step /= 2) {
+      num_rounds -= fails_with(num_rounds - step) ? step : 0;
     }
   }
 

@@ -46,7 +46,7 @@ std::string fill_of(const std::array<Colour, N>& colours, const std::string& nam
 
 // A hue for each request; the lighter, the less it may do with the page.
 std::string page_fill(const std::string& kind, const std::string& owner) {
-  const std::string fixed = fill_of(kPages, kind);
+  std::string fixed = fill_of(kPages, kind);
   if (!fixed.empty()) {
     return fixed;
   }

@@ -214,7 +214,11 @@ void Simulation::check_sends(const StepPlan& plan) const {
         transport_.is_pending(transfer.id.value())) {
       continue;
     }
-    const Sequence& sequence = *scheduler_.sequences()[static_cast<std::size_t>(transfer.slot->value())];
+    const std::optional<Sequence>& sender = scheduler_.sequences()[static_cast<std::size_t>(transfer.slot->value())];
+    if (!sender) {
+      continue;  // the audit tells of it
+    }
+    const Sequence& sequence = *sender;
     const Request& request = *oracle_.find(sequence.key());
     const std::int64_t computed = sequence.computed().value();
     each_of(sequence.grant().home(), sequence.grant().tables(), [&](const auto& group, const auto& table) {

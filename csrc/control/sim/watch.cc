@@ -71,7 +71,9 @@ Snapshot snapshot(const Scheduler& scheduler) {
     if (transfer.slot && transfer.id.value() > 0) {
       const auto& sequence = scheduler.sequences()[at(transfer.slot->value())];
       require(sequence.has_value(), "lease", transfer.id, "of a sequence that is gone");
-      taken.waiting_for.emplace(transfer.id.value(), sequence->key());
+      if (sequence) {
+        taken.waiting_for.emplace(transfer.id.value(), sequence->key());
+      }
     }
   }
   return taken;
@@ -112,10 +114,10 @@ void Watch::see_tick(const Snapshot& before, const Tick& tick, const Oracle& ora
     if (touched.contains(key)) {
       continue;
     }
-    if (state == "Held" && request->hold_may_end_ms() <= tick.now_ms) {
-      coverage_.saw(state, "Expired");
-    } else if (request->code == FinishCode::kDeadline && request->submit.deadline_ms &&
-               *request->submit.deadline_ms <= tick.now_ms && *request->submit.deadline_ms >= 0) {
+    const std::int64_t deadline_ms = request->submit.deadline_ms.value_or(-1);
+    const bool hold_ended = state == "Held" && request->hold_may_end_ms() <= tick.now_ms;
+    const bool is_late = request->code == FinishCode::kDeadline && deadline_ms >= 0 && deadline_ms <= tick.now_ms;
+    if (hold_ended || is_late) {
       coverage_.saw(state, "Expired");
     }
   }
@@ -261,7 +263,8 @@ void Watch::check_reclaimed(const Snapshot& before, const StepPlan* plan, const 
       continue;
     }
     coverage_.saw("Held", "Reclaimed");
-    if (seated.contains(oracle.find(key)->submit.retain->session)) {
+    const std::optional<Retention>& retain = oracle.find(key)->submit.retain;
+    if (retain && seated.contains(retain->session)) {
       coverage_.count("held, superseded or reclaimed");
       continue;
     }

@@ -183,6 +183,13 @@ std::optional<typename BlockPool<Tier, Kind>::P> BlockPool<Tier, Kind>::oldest_u
 }
 
 template <class Tier, class Kind>
+const BlockHash& BlockPool<Tier, Kind>::hash_of(P page) const {
+  const Meta& entry = meta(page);
+  TS_CHECK(entry.indexed, "page", page);
+  return entry.hash;
+}
+
+template <class Tier, class Kind>
 std::optional<typename BlockPool<Tier, Kind>::P> BlockPool<Tier, Kind>::oldest_saved() const {
   const std::int32_t oldest = lists_[1].oldest;
   return oldest == kNone ? std::nullopt : std::optional(P(oldest));

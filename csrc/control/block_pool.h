@@ -62,6 +62,9 @@ class BlockPool {
     return meta(page).indexed ? std::optional(meta(page).hash) : std::nullopt;
   }
 
+  // The same of a page that it does name.
+  [[nodiscard]] const BlockHash& hash_of(P page) const;
+
   [[nodiscard]] Blocks total() const { return Blocks(static_cast<std::int64_t>(pages_.size()) - 1); }
   [[nodiscard]] Blocks num_free() const { return Blocks(static_cast<std::int64_t>(free_.size())); }
   [[nodiscard]] Blocks num_cached() const { return lists_[0].size + lists_[1].size; }

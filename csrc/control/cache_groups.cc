@@ -310,7 +310,9 @@ std::optional<WritablePage<HostPage<Kind>>> CacheGroup<Kind>::take_host(bool rep
     return std::nullopt;
   }
   if (!host_.has_free()) {
-    const BlockHash hash = *host_.indexed_as(*host_.oldest_saved());
+    const std::optional<HostPage<Kind>> oldest = host_.oldest_saved();
+    TS_CHECK(oldest.has_value(), "group", id_, "host pages ready", host_.num_ready());
+    const BlockHash hash = host_.hash_of(*oldest);
     const std::optional<DevicePage<Kind>> copy = index_.find(hash);
     if (copy && !replaces && !device_.is_shared(*copy)) {
       return std::nullopt;
@@ -335,7 +337,7 @@ bool CacheGroup<Kind>::begin_store(DevicePage<Kind> page, std::optional<Writable
   stores.push_back(StoreItem<Kind>{.group = id_,
                                    .source = device_.share_indexed(page, false),
                                    .target = std::move(*target),
-                                   .hash = *device_.indexed_as(page)});
+                                   .hash = device_.hash_of(page)});
   num_storing_ += kOne;
   return true;
 }

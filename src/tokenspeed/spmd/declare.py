@@ -18,7 +18,7 @@ from tokenspeed.spmd.placement import Axes, Layout, LayoutError, MoveKind
 
 # What maths alone can do to rows; everything else needs an exchange of its own.
 WITHOUT_EXCHANGE = {"R>R", "S>S", "R>P", "P>P"}
-WITH_EXCHANGE = {"R>R", "S>S", "R>S", "S>R"}
+WITH_EXCHANGE = {"R>R", "S>S", "R>S", "S>R", "R>P"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,13 @@ def split(group: Group, *, launches: int = 3) -> Placement:
     return Placement((Choice.of(group, "R>P"),), token_local=True, launches=launches)
 
 
-def attention() -> Placement:
-    """Heads are split over the attention group; each data-parallel partition has the cache of its own rows."""
-    return Placement((Choice.of(Group.ATTENTION, "R>P"), Choice.of(Group.ATTENTION_DP, "S>S")), launches=4)
+def attention(shared_widths: int = 0) -> Placement:
+    """Heads are split over the attention group; each data-parallel partition has the cache of its own rows.
+    shared_widths: elements a token that the ranks tell each other on the way, such as the sums of a norm over all
+    heads."""
+    gather = (Exchange(MoveKind.ALL_GATHER, shared_widths),) if shared_widths else ()
+    heads = Choice(Group.ATTENTION, (Alternative("R>P", gather),))
+    return Placement((heads, Choice.of(Group.ATTENTION_DP, "S>S")), idle_ok=not gather, launches=4)
 
 
 def projection(in_width: int, out_width: int, *, bias: bool = False, itemsize: int = 2) -> Placement:

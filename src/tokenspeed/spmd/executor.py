@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a program on one real rank: the moves that the plan lists, then the maths of each op.
 
-Knows which rows a rank holds and in which order they travel. Does not know a tensor library, how collectives are made,
-or what an op computes; those are given to it.
+Knows which rows a rank holds and in which order they travel; what it works out of a step it works out once. Does not
+know a tensor library, how collectives are made, or what an op computes; those are given to it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from tokenspeed.spmd.program import Call, Move, Program
 from tokenspeed.spmd.step import Request, StepInput, View
 
 Tensor = Any
+Register = tuple[int, Layout]
+Held = dict[Register, Tensor]
 
 
 class Collectives(Protocol):
@@ -40,7 +42,11 @@ class Collectives(Protocol):
         """An op's own exchange: part i goes to member i; what member i sent comes back at i."""
         ...
 
-    def take(self, x: Tensor, rows: Rows) -> Tensor:
+    def index(self, rows: Rows) -> Tensor:
+        """The rows as `take` wants them; made once a step and used in every layer."""
+        ...
+
+    def take(self, x: Tensor, index: Tensor) -> Tensor:
         """Some rows, in this order."""
         ...
 
@@ -51,7 +57,8 @@ class Collectives(Protocol):
 
 class Executor:
     """One rank. fused: an all-reduce and an op in one kernel, by op name, (view, axes, *inputs) -> outputs; where there
-    is none the two are made one after the other, on every rank alike since all have the same table of them."""
+    is none the two are made one after the other, on every rank alike since all have the same table of them. An op
+    whose outputs have the sampled rows of its input needs no maths."""
 
     def __init__(
         self,
@@ -61,82 +68,176 @@ class Executor:
         collectives: Collectives,
         fused: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        self._program, self._rank = program, rank
+        self._mesh, self._rank = program.mesh, rank
         self._maths, self._fused, self._collectives = maths, fused or {}, collectives
         self._values = {value.index: value for op in program.ops for value in op.outs}
-        self._last_read = {value.index: place for place, op in enumerate(program.ops) for value in op.ins}
-        computed = [op.name for op in program.ops if op.ins and op.outs]
+        computed = [op.name for op in program.ops if op.ins and op.outs and not _selects(op)]
         assert not set(computed) - set(maths), f"no maths for {sorted(set(computed) - set(maths))}"
+        self._nodes = [self._node(program.ops, step) for step in program.steps]
+        for place, dead in _deaths(program).items():
+            self._nodes[place] = _then_forget(self._nodes[place], dead)
 
     def run(self, step: StepInput) -> dict[str, Tensor]:
         """The outputs by the name of the op that takes them."""
-        held: dict[tuple[int, Layout], Tensor] = {}
+        held: Held = {}
         outputs: dict[str, Tensor] = {}
-        for each in self._program.steps:
-            if isinstance(each, Move):
-                held[each.value, each.target("move")] = self._move(step, each, held[each.value, each.source])
-                continue
-            op = self._program.ops[each.op]
-            inputs = [held[value.index, each.source(slot)] for slot, value in enumerate(op.ins)]
-            if not op.outs:
-                outputs[op.name] = inputs[0]
-            for value, tensor in zip(op.outs, self._call(step, op, each, inputs), strict=True):
-                held[value.index, each.form.target] = tensor
-            held = {key: x for key, x in held.items() if self._last_read.get(key[0], 0) > each.op}
+        for node in self._nodes:
+            node(step, held, outputs)
         return outputs
 
-    def _move(self, step: StepInput, move: Move, x: Tensor) -> Tensor:
-        rows, target = self._values[move.value].rows, move.target("move")
-        if move.kind is MoveKind.SLICE:
-            return self._taken(x, step.places(rows, move.source, target, self._rank))
-        if move.kind is MoveKind.ALL_REDUCE:
-            return self._collectives.all_reduce(x, move.axes)
-        if move.kind is MoveKind.ALL_GATHER:
-            whole = moved(move.source, move.kind, move.axes, "move")
-            places, counts = self._travel(step, rows, whole, move.source, move.axes)
-            return self._taken(self._collectives.all_gather(x, move.axes, counts), np.argsort(places))
-        places, counts = self._travel(step, rows, move.source, target, move.axes)
-        return self._collectives.reduce_scatter(self._taken(x, places), move.axes, counts)
-
-    def _travel(
-        self, step: StepInput, rows: RowSet, whole: Layout, part: Layout, axes: Axes
-    ) -> tuple[Rows, tuple[int, ...]]:
-        """Where the members' rows stand among the whole ones, member after member, and how many each has."""
-        members = self._program.mesh.members(self._rank, axes)
-        places = [step.places(rows, whole, part, rank) for rank in members]
-        return np.concatenate(places), tuple(len(each) for each in places)
-
-    def _taken(self, x: Tensor, places: Rows) -> Tensor:
-        """x itself when the rows are already in their order."""
-        if len(places) == len(x) and np.array_equal(places, np.arange(len(places))):
-            return x
-        return self._collectives.take(x, places)
-
-    def _call(self, step: StepInput, op: Op, call: Call, inputs: list[Tensor]) -> Sequence[Tensor]:
-        if not op.outs:
-            return ()
-        rows = step.rows(op.ins[0].rows if op.ins else op.outs[0].rows, call.form.source, self._rank)
+    def _node(self, ops: Sequence[Op], step: Move | Call) -> _Node:
+        if isinstance(step, Move):
+            return self._move_node(step)
+        op, call = ops[step.op], step
         if not op.ins:
-            return (self._taken(step.sources[op.name], rows),)
-        view = View(self._program.mesh, self._rank, op, call.form, step, rows)
+            return self._source_node(op, call)
+        sources = [(value.index, call.source(slot)) for slot, value in enumerate(op.ins)]
+        targets = [(value.index, call.form.target) for value in op.outs]
+        if not targets:
+            return lambda step, held, outputs: outputs.__setitem__(op.name, held[sources[0]])
+        if _selects(op):
+            return self._select_node(sources[0], targets[0])
+        mesh, rank, compute = self._mesh, self._rank, self._computation(op, call)
+
+        def run(step: StepInput, held: Held, outputs: dict[str, Tensor]) -> None:
+            results = compute(View(mesh, rank, op, call.form, step), [held[source] for source in sources])
+            for target, tensor in zip(targets, results, strict=True):
+                held[target] = tensor
+
+        return run
+
+    def _computation(self, op: Op, call: Call) -> Callable[[View, list[Tensor]], Sequence[Tensor]]:
         if call.fused and op.name in self._fused:
-            return _several(self._fused[op.name](view, call.fused, *inputs))
-        if call.fused:
-            inputs[0] = self._collectives.all_reduce(inputs[0], call.fused)
-        if not len(rows) and op.placement.idle_ok:
-            return [self._collectives.zeros(0, value) for value in op.outs]
-        result = self._maths[op.name](view, *inputs)
-        return _several(self._exchanged(result) if isinstance(result, Generator) else result)
+            fused = self._fused[op.name]
+            return lambda view, inputs: _several(fused(view, call.fused, *inputs))
+        maths, collectives, may_skip = self._maths.get(op.name), self._collectives, op.placement.idle_ok
+        assert maths is not None, f"{op.name} has no maths"
+
+        def compute(view: View, inputs: list[Tensor]) -> Sequence[Tensor]:
+            if call.fused:
+                inputs[0] = collectives.all_reduce(inputs[0], call.fused)
+            if may_skip and not len(inputs[0]):
+                return [collectives.zeros(0, value) for value in op.outs]
+            result = maths(view, *inputs)
+            return _several(self._exchanged(result) if isinstance(result, Generator) else result)
+
+        return compute
 
     def _exchanged(self, asking: Generator[Request, tuple[Tensor, ...], Tensor]) -> Tensor:
         """Answer an op that stops at its exchanges."""
         try:
             request = next(asking)
             while True:
-                answer = self._collectives.exchange(request.kind, request.payload, request.axes)
-                request = asking.send(answer)
+                request = asking.send(self._collectives.exchange(request.kind, request.payload, request.axes))
         except StopIteration as end:
             return end.value
+
+    def _source_node(self, op: Op, call: Call) -> _Node:
+        layout, value = call.form.source, op.outs[0]
+
+        def run(step: StepInput, held: Held, outputs: dict[str, Tensor]) -> None:
+            whole = step.sources[op.name]
+            if "S" in layout:
+                whole = self._taken(step, whole, ("source", layout), lambda: step.rows(value.rows, layout, self._rank))
+            held[value.index, call.form.target] = whole
+
+        return run
+
+    def _select_node(self, source: Register, target: Register) -> _Node:
+        layout = source[1]
+
+        def run(step: StepInput, held: Held, outputs: dict[str, Tensor]) -> None:
+            places = lambda: step.selected(layout, self._rank)  # noqa: E731
+            held[target] = self._taken(step, held[source], ("selected", layout), places)
+
+        return run
+
+    def _move_node(self, move: Move) -> _Node:
+        name, rows = self._values[move.value].name, self._values[move.value].rows
+        source, target = (move.value, move.source), (move.value, move.target(name))
+        act = {
+            MoveKind.SLICE: self._slice,
+            MoveKind.ALL_REDUCE: self._all_reduce,
+            MoveKind.ALL_GATHER: self._all_gather,
+            MoveKind.REDUCE_SCATTER: self._reduce_scatter,
+        }[move.kind]
+
+        def run(step: StepInput, held: Held, outputs: dict[str, Tensor]) -> None:
+            held[target] = act(step, move, rows, held[source])
+
+        return run
+
+    def _slice(self, step: StepInput, move: Move, rows: RowSet, x: Tensor) -> Tensor:
+        target = move.target("move")
+        key = (move.kind, rows, move.source, target)
+        return self._taken(step, x, key, lambda: step.places(rows, move.source, target, self._rank))
+
+    def _all_reduce(self, step: StepInput, move: Move, rows: RowSet, x: Tensor) -> Tensor:
+        return self._collectives.all_reduce(x, move.axes)
+
+    def _all_gather(self, step: StepInput, move: Move, rows: RowSet, x: Tensor) -> Tensor:
+        whole = moved(move.source, move.kind, move.axes, "move")
+        places, counts = self._travel(step, rows, whole, move.source, move.axes)
+        gathered = self._collectives.all_gather(x, move.axes, counts)
+        return self._taken(step, gathered, (move.kind, rows, move.source, move.axes), lambda: np.argsort(places))
+
+    def _reduce_scatter(self, step: StepInput, move: Move, rows: RowSet, x: Tensor) -> Tensor:
+        places, counts = self._travel(step, rows, move.source, move.target("move"), move.axes)
+        ordered = self._taken(step, x, (move.kind, rows, move.source, move.axes), lambda: places)
+        return self._collectives.reduce_scatter(ordered, move.axes, counts)
+
+    def _travel(
+        self, step: StepInput, rows: RowSet, whole: Layout, part: Layout, axes: Axes
+    ) -> tuple[Rows, tuple[int, ...]]:
+        """Where the members' rows stand among the whole ones, member after member, and how many each has."""
+        key = ("travel", rows, whole, part, axes)
+        if key not in step.memo:
+            places = [step.places(rows, whole, part, rank) for rank in self._mesh.members(self._rank, axes)]
+            step.memo[key] = np.concatenate(places), tuple(len(each) for each in places)
+        places_and_counts: tuple[Rows, tuple[int, ...]] = step.memo[key]
+        return places_and_counts
+
+    def _taken(self, step: StepInput, x: Tensor, key: object, places: Callable[[], Rows]) -> Tensor:
+        """x at some of its rows: itself when they are all of them in their order. key: names the places in a step."""
+        memo = step.memo
+        if key not in memo:
+            rows = places()
+            is_whole = len(rows) == len(x) and np.array_equal(rows, np.arange(len(rows)))
+            memo[key] = None if is_whole else self._collectives.index(rows)
+        index = memo[key]
+        return x if index is None else self._collectives.take(x, index)
+
+
+_Node = Callable[[StepInput, Held, dict[str, Tensor]], None]
+
+
+def _selects(op: Op) -> bool:
+    return bool(op.ins and op.outs) and op.ins[0].rows is not op.outs[0].rows
+
+
+def _deaths(program: Program) -> dict[int, tuple[Register, ...]]:
+    """The registers that nobody reads after a step of the program."""
+    last: dict[Register, int] = {}
+    for place, step in enumerate(program.steps):
+        if isinstance(step, Move):
+            last[step.value, step.source] = last[step.value, step.target("move")] = place
+            continue
+        op = program.ops[step.op]
+        last.update({(value.index, step.source(slot)): place for slot, value in enumerate(op.ins)})
+        last.update({(value.index, step.form.target): place for value in op.outs})
+    deaths: dict[int, tuple[Register, ...]] = {}
+    for register, place in last.items():
+        deaths[place] = (*deaths.get(place, ()), register)
+    return deaths
+
+
+def _then_forget(node: _Node, dead: tuple[Register, ...]) -> _Node:
+    def run(step: StepInput, held: Held, outputs: dict[str, Tensor]) -> None:
+        node(step, held, outputs)
+        for register in dead:
+            del held[register]
+
+    return run
 
 
 def _several(result: Tensor) -> Sequence[Tensor]:

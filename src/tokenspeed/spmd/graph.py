@@ -112,9 +112,16 @@ class Graph:
         placement = declare.projection(x.width, width, bias=bias, itemsize=self.itemsize)
         return self.op(name, placement, x, widths=(width,), run=run)[0]
 
-    def attention(self, name: str, *ins: Value, width: int, run: Run | None = None) -> Value:
-        """From hidden rows, or from latents, to the output projection."""
-        return self.op(name, declare.attention(), *ins, widths=(width,), run=run)[0]
+    def attention(
+        self, name: str, *ins: Value, width: int, shared_widths: int = 0, run: Run | None = None
+    ) -> Value:
+        """From hidden rows, or from latents, to the output projection. shared_widths: see declare.attention."""
+        return self.op(name, declare.attention(shared_widths), *ins, widths=(width,), run=run)[0]
+
+    def latents(self, name: str, x: Value, widths: tuple[int, ...], *, run: Run | None = None) -> tuple[Value, ...]:
+        """Small projections that every rank has whole, each with a norm after it."""
+        placement = declare.projection(x.width, sum(widths), bias=True, itemsize=self.itemsize)
+        return self.op(name, placement, x, widths=widths, run=run)
 
     def feed_forward(self, name: str, x: Value, over: Group = Group.DENSE, *, run: Run | None = None) -> Value:
         """A feed-forward block whose inner width is split over a group."""
@@ -128,7 +135,7 @@ class Graph:
         return self.op(name, placement, x, scores, widths=(x.width,), run=run)[0]
 
     def select(self, name: str, x: Value, *, run: Run | None = None) -> Value:
-        """The rows that are sampled."""
+        """The rows that are sampled; who runs the plan may know how to take them, and then it needs no maths."""
         return self.op(name, declare.SELECT, x, widths=(x.width,), rows=RowSet.SAMPLED, run=run)[0]
 
     def head(self, name: str, x: Value, vocab_size: int, over: Group = Group.DENSE, *, run: Run | None = None) -> Value:

@@ -119,7 +119,7 @@ class _Rank:
             return (self._step.sources[op.name][rows],)
         if not len(rows) and op.placement.idle_ok:
             return tuple(np.zeros((0, value.width)) for value in op.outs)
-        result = self._maths[op.name](View(self._program.mesh, self._rank, op, form, self._step, rows), *inputs)
+        result = self._maths[op.name](View(self._program.mesh, self._rank, op, form, self._step), *inputs)
         outputs: Array | tuple[Array, ...] = (yield from result) if isinstance(result, Generator) else result
         return outputs if isinstance(outputs, tuple) else (outputs,)
 

@@ -24,12 +24,59 @@ class Split:
 
     unit: elements that stay together, such as a head's, or a block's of a packed format.
     shared: with more ranks than units, neighbours have the same unit (K/V heads); otherwise that is refused.
+    what: units in the words of a message.
     """
 
     dim: int
     group: Group
     unit: int = 1
     shared: bool = False
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a tensor that a rank has. shape: of the whole. index: where the part lies in it. has_values: whether
+    the part is read from the checkpoint; else it is zeros."""
+
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    has_values: bool = True
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Cut:
+        """All of a tensor."""
+        return cls(tuple(shape), tuple(slice(0, size) for size in shape))
+
+    @classmethod
+    def nothing(cls, shape: Sequence[int]) -> Cut:
+        """No element of a tensor that other ranks have."""
+        return cls(tuple(shape), tuple(slice(0, 0) for _ in shape))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(part.stop - part.start for part in self.index)
+
+    def within(self, dim: int, start: int, size: int) -> Cut:
+        """The same part of a larger tensor, which has `size` elements along dim and the whole from `start` on."""
+        shape, index, old = list(self.shape), list(self.index), self.index[dim]
+        shape[dim], index[dim] = size, slice(old.start + start, old.stop + start)
+        return Cut(tuple(shape), tuple(index), self.has_values)
+
+    def transposed(self) -> Cut:
+        """The same part of the whole with its last two dimensions changed."""
+        swapped = (*range(len(self.shape) - 2), len(self.shape) - 1, len(self.shape) - 2)
+        return Cut(
+            tuple(self.shape[dim] for dim in swapped), tuple(self.index[dim] for dim in swapped), self.has_values
+        )
+
+    def at(self, dim: int, place: int) -> Cut:
+        """The part of one slice of the whole along dim: nothing where the slice lies outside the part."""
+        rest = (*self.shape[:dim], *self.shape[dim + 1 :])
+        if not self.index[dim].start <= place < self.index[dim].stop:
+            return Cut.nothing(rest)
+        return Cut(rest, (*self.index[:dim], *self.index[dim + 1 :]), self.has_values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +104,20 @@ class Shards:
 
     def local_shape(self, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
         """The shape of every rank's part."""
-        return tuple(part.stop - part.start for part in self.slices(shape, mesh, 0))
+        return self.part(shape, mesh, 0).local_shape
+
+    def part(self, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Cut:
+        """The part of a rank. The tensor must have passed check."""
+        return Cut(tuple(shape), self.slices(shape, mesh, rank), self.has_values(mesh, rank))
+
+    def beside(self, num_dims: int = 2) -> Shards:
+        """Of the bias that is added to the products of a matrix (…, out, in) of num_dims dimensions dealt like this."""
+        splits = tuple(split for split in self.splits if split.dim < num_dims - 1)
+        inputs = [split.group for split in self.splits if split.dim == num_dims - 1]
+        return Shards(splits, inputs[0] if inputs else self.once)
 
     def slices(self, shape: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[slice, ...]:
-        """The part of a rank. The tensor must have passed check."""
+        """As part, without what else a part says."""
         parts = [slice(0, size) for size in shape]
         for split in self.splits:
             axes = mesh.axes_of(split.group)
@@ -105,14 +162,14 @@ class Shards:
 WHOLE = Shards()
 
 
-def rows(group: Group, unit: int = 1, *, shared: bool = False) -> Shards:
+def rows(group: Group, unit: int = 1, *, shared: bool = False, what: str = "") -> Shards:
     """The outputs of a matrix (out, in), or of its bias, dealt over a group; also a vocabulary."""
-    return Shards((Split(0, group, unit, shared),))
+    return Shards((Split(0, group, unit, shared, what),))
 
 
-def columns(group: Group, unit: int = 1) -> Shards:
+def columns(group: Group, unit: int = 1, *, what: str = "") -> Shards:
     """The inputs of a matrix (out, in) dealt over a group: its products are addends."""
-    return Shards((Split(1, group, unit),))
+    return Shards((Split(1, group, unit, what=what),))
 
 
 def once(group: Group) -> Shards:
@@ -122,7 +179,8 @@ def once(group: Group) -> Shards:
 
 def stacked(dim: int, unit: int = 1) -> Shards:
     """A stack of experts (E, out, in): experts over ep, and dimension `dim` of each over the moe group."""
-    return Shards((Split(0, Group.EP), Split(dim, Group.MOE, unit)))
+    inner = Split(dim, Group.MOE, unit, what="elements of an expert")
+    return Shards((Split(0, Group.EP, what="experts"), inner))
 
 
 def _fits(num_units: int, ways: int, shared: bool) -> bool:
@@ -132,7 +190,7 @@ def _fits(num_units: int, ways: int, shared: bool) -> bool:
 def _refusal(name: str, num_units: int, ways: int, split: Split) -> str:
     sizes = ", ".join(str(size) for size in _working(num_units, split.shared))
     more = " or a multiple of the last" if split.shared else ""
-    what = "units" if split.unit > 1 else "elements"
+    what = split.what or ("units" if split.unit > 1 else "elements")
     return f"{name}: {num_units} {what} do not split over {ways} ranks of {split.group}; it may have {sizes}{more}"
 
 

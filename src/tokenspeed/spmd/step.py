@@ -38,12 +38,15 @@ class Request:
 
 
 class StepInput:
-    """One step. sources: whole arrays by the name of their op. sampled: the rows that are sampled, ascending."""
+    """One step. sources: whole arrays by the name of their op. sampled: the rows that are sampled, ascending. context:
+    what the maths need beside their inputs. memo: what whoever runs the plan works out of the step once."""
 
-    def __init__(self, table: TokenTable, sources: Mapping[str, Any], sampled: Rows) -> None:
+    def __init__(self, table: TokenTable, sources: Mapping[str, Any], sampled: Rows, context: Any = None) -> None:
         self.table = table
         self.sources = sources
         self.sampled = sampled
+        self.context = context
+        self.memo: dict[object, Any] = {}
         self._rows: dict[tuple[RowSet, Layout, int], Rows] = {}
         self._places: dict[tuple[RowSet, Layout, Layout, int], Rows] = {}
 
@@ -63,17 +66,31 @@ class StepInput:
             self._places[key] = np.searchsorted(self.rows(which, source, rank), self.rows(which, target, rank))
         return self._places[key]
 
+    def selected(self, layout: Layout, rank: int) -> Rows:
+        """Where the sampled rows stand among the rows of the tokens that a rank has."""
+        return np.flatnonzero(np.isin(self.rows(RowSet.TOKENS, layout, rank), self.sampled))
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class View:
-    """What the maths of an op sees of its rank: rows are its inputs' rows of the canonical table."""
+    """What the maths of an op sees of its rank."""
 
     mesh: Mesh
     rank: int
     op: Op
     form: Form
     step: StepInput
-    rows: Rows
+
+    @property
+    def context(self) -> Any:
+        """What the step carries for the maths."""
+        return self.step.context
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the op's inputs in the canonical table."""
+        which = self.op.ins[0].rows if self.op.ins else self.op.outs[0].rows
+        return self.step.rows(which, self.form.source, self.rank)
 
     def index(self, group: Group) -> int:
         """The rank's place in a group."""

@@ -70,7 +70,7 @@ def test_a_bias_after_a_sum_is_added_once() -> None:
             "w: 12 elements do not split over 8 ranks of dense; it may have 1, 2, 3, 4, 6, 12",
         ),
         (shards.columns(Group.DENSE, 32), (8, 100), "w: 100 elements are not whole units of 32"),
-        (shards.stacked(1), (6, 4, 4), "w: 6 elements do not split over 4 ranks of ep; it may have 1, 2, 3, 6"),
+        (shards.stacked(1), (6, 4, 4), "w: 6 experts do not split over 4 ranks of ep; it may have 1, 2, 3, 6"),
     ],
 )
 def test_refusals_name_sizes_that_work(dealt: Shards, shape: tuple[int, ...], message: str) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which solution of an op runs here, decided once when a model is built, and why the others do not.
 
-Finds solutions by scanning `ops/<op>/` (file name = solution name) and the entry-point group `tokenspeed.kernels`.
+Finds solutions by scanning `ops/<op>/` (file name = solution name; a leading underscore marks what they share) and the
+entry-point group `tokenspeed.kernels`.
 Does not know what an op computes.
 """
 
@@ -154,7 +155,8 @@ def check_overrides(overrides: Mapping[str, str]) -> None:
 @functools.cache
 def _built_in(op: str) -> tuple[Solution, ...]:
     package = importlib.import_module(f"{_OPS_PACKAGE}.{op}")
-    names = [info.name for info in pkgutil.iter_modules(package.__path__) if info.name not in _NOT_SOLUTIONS]
+    files = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    names = [name for name in files if name not in _NOT_SOLUTIONS and not name.startswith("_")]
     solutions: list[Solution] = []
     for name in names:
         solution = vars(importlib.import_module(f"{_OPS_PACKAGE}.{op}.{name}")).get("SOLUTION")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,12 @@ def test_every_op_has_a_reference_that_runs_anywhere() -> None:
     for op in op_names():
         [reference] = [each for each in solutions_of(op) if each.band is Band.REFERENCE]
         assert reference.supports(KernelContext("cuda", torch.float16)) == Ok()
+
+
+def test_a_file_with_a_leading_underscore_is_no_solution() -> None:
+    folder = Path(registry.__file__).parent / "ops" / "collective"
+    assert (folder / "_process_groups.py").exists()
+    assert {each.name for each in solutions_of("collective")} == {"reference", "gloo", "nccl"}
 
 
 def test_highest_supported_band_wins_and_the_others_say_why(plugins: Mapping[str, Plugin]) -> None:

@@ -7,6 +7,7 @@ A new flag needs a decision record.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -68,6 +69,23 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernel_overrides: tuple[tuple[str, str], ...] = ()
 
 
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of a replica: tp split the attention heads within each of dp_attention partitions of the requests.
+    Experts are spread ep ways, each expert split moe_tp ways; None takes what is left of the ranks. Whether the numbers
+    nest is not checked here. rank_timeout_s: a rank that needs longer for a step has hung."""
+
+    tp: int = 1
+    ep: int = 1
+    dp_attention: int = 1
+    moe_tp: int | None = None
+    rank_timeout_s: float = 120.0
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the replica."""
+        return self.tp * self.dp_attention
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that the engine is told."""
 
@@ -75,6 +93,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     device: DeviceConfig = DeviceConfig()
+    parallel: ParallelConfig = ParallelConfig()
     debug: bool = False
 
     def validate(self) -> EngineConfig:
@@ -108,6 +127,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 )
         if self.device.num_threads is not None:
             _require(self.device.num_threads >= 1, f"--threads {self.device.num_threads}: give at least 1")
+        _validate_parallel(self.parallel)
         return self
 
 
@@ -133,6 +153,36 @@ def cache_dir() -> Path:
 def hub_endpoint() -> str | None:
     """HF_ENDPOINT, where the hub is another than the public one."""
     return os.environ.get("HF_ENDPOINT") or None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRank:
+    """This process among those that a launcher such as torchrun has started, on all hosts and on this one.
+    master_host: the host of rank 0, as the others reach it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_host: str
+
+
+def launched_rank() -> LaunchedRank | None:
+    """What the launcher has set in the environment; None where there is none. ConfigError when it makes no sense."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    values = [os.environ.get(name) for name in names]
+    rank, world_size, local_rank, local_world_size, master_host = values
+    if not (rank and world_size and local_rank and local_world_size and master_host):
+        return None
+    numbers = (rank, world_size, local_rank, local_world_size)
+    given = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+    _require(all(number.isdecimal() for number in numbers), f"the launcher's {given} are not all numbers")
+    launched = LaunchedRank(int(rank), int(world_size), int(local_rank), int(local_world_size), master_host)
+    _require(
+        launched.rank < launched.world_size and launched.local_rank < launched.local_world_size,
+        f"the launcher's {given}: a rank is not below the number of ranks",
+    )
+    return launched
 
 
 _CALM_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "1"}
@@ -168,6 +218,13 @@ def _validate_host_tier(cache: CacheConfig) -> None:
         f"--host-kv-tokens {cache.host_tokens} with --no-prefix-caching: what comes back from the host tier is found "
         "through the prefix cache; drop one of the two",
     )
+
+
+def _validate_parallel(parallel: ParallelConfig) -> None:
+    for flag, value in (("--tp", parallel.tp), ("--ep", parallel.ep), ("--dp-attention", parallel.dp_attention)):
+        _require(value >= 1, f"{flag} {value}: give at least 1")
+    _require(parallel.moe_tp is None or parallel.moe_tp >= 1, f"--moe-tp {parallel.moe_tp}: give at least 1")
+    _require(parallel.rank_timeout_s > 0, f"--rank-timeout {parallel.rank_timeout_s:g}: give more than 0 seconds")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -27,6 +27,7 @@ from tokenspeed.core.config import (
     DeviceConfig,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
 from tokenspeed.core.errors import ConfigError, InvalidRequestError, TokenSpeedError
@@ -47,12 +48,13 @@ _PARTS: Mapping[str, type[msgspec.Struct]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "device": DeviceConfig,
+    "parallel": ParallelConfig,
 }
 
 
 def engine_config(**options: object) -> EngineConfig:
-    """A configuration from flat options: the fields of ModelConfig, CacheConfig, SchedulerConfig and DeviceConfig, and
-    debug. Raises ConfigError for an unknown name, a wrong type or a value out of range."""
+    """A configuration from flat options: the fields of ModelConfig, CacheConfig, SchedulerConfig, DeviceConfig and
+    ParallelConfig, and debug. Raises ConfigError for an unknown name, a wrong type or a value out of range."""
     options = dict(options)
     debug = options.pop("debug", False)
     parts: dict[str, dict[str, object]] = {part: {} for part in _PARTS}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed messages between the API process and the engine, and their framing on a stream socket.
+"""Typed messages between the API process and the engine and between rank 0 and the other ranks, and their framing on a
+stream socket.
 
 A frame is a little-endian uint32 length and a msgpack body. Knows no socket library beyond `socket`.
 """
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 
 from tokenspeed.core.config import EngineConfig
-from tokenspeed.core.request import EngineRequest, SequenceUpdate
+from tokenspeed.core.plan import Int32Array, Seating, StepPlan
+from tokenspeed.core.request import EngineRequest, SamplingParams, SequenceUpdate
 
 FRAME_LEN_MAX = 256 * 1024 * 1024
 NUM_RETAINED_MAX = 16_384
@@ -23,7 +26,7 @@ _HEADER = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first message: build the engine to this configuration."""
+    """The first message, to the engine and from rank 0 to each other rank: build the engine to this configuration."""
 
     config: EngineConfig
 
@@ -63,7 +66,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """End the engine; running requests are dropped."""
+    """End the engine; running requests are dropped. From rank 0: the replica ends in order."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -104,7 +107,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start. kind: a class name of core.errors.START_ERRORS."""
+    """The engine cannot start, or this rank of it. kind: a class name of core.errors.START_ERRORS."""
 
     kind: str
     message: str
@@ -139,15 +142,95 @@ class Updates(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class SeatingFields(msgspec.Struct, frozen=True, array_like=True):
+    """A core.plan.Seating; token ids are packed little-endian int32."""
+
+    seat: int
+    request_id: str
+    sampling: SamplingParams
+    end_token_ids: tuple[int, ...]
+    token_ids: bytes
+    prompt_len: int
+    forced_token_ids: bytes | None
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Run this plan. arrays: those of a core.plan.StepPlan in the order of its fields, packed little-endian int32."""
+
+    step_id: int
+    arrays: tuple[bytes, ...]
+    seatings: tuple[SeatingFields, ...]
+
+    @classmethod
+    def of(cls, plan: StepPlan, seatings: Sequence[Seating]) -> Step:
+        """Copies the plan's arrays."""
+        arrays = tuple(_packed(getattr(plan, name)) for name in _PLAN_WIDTHS)
+        return cls(plan.step_id, arrays, tuple(_seating_fields(seating) for seating in seatings))
+
+    def plan(self) -> StepPlan:
+        """The plan; its arrays are read-only."""
+        arrays = zip(_PLAN_WIDTHS.items(), self.arrays, strict=True)
+        return StepPlan(self.step_id, **{name: _unpacked(data, width) for (name, width), data in arrays})
+
+    def seats(self) -> tuple[Seating, ...]:
+        """The seatings; their arrays are read-only."""
+        return tuple(_seating(fields) for fields in self.seatings)
+
+
+_PLAN_WIDTHS: dict[str, int | None] = {
+    "rows": 5,
+    "token_ids": None,
+    "seated": 3,
+    "page_delta": 4,
+    "zero": 2,
+    "copy": 3,
+    "load": 4,
+    "store": 4,
+}
+"""Columns of a plan's arrays, None for those of one dimension; in the order of StepPlan's fields."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a rank: who it is, and the token that rank 0 told the ranks."""
+
+    rank: int
+    token: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The rank can run steps. shape: what a plan depends on, in words; the same on all ranks."""
+
+    shape: str
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The rank has run a step. transfers: (lease, ok) of those that ended and were not told yet."""
+
+    step_id: int
+    transfers: tuple[tuple[int, bool], ...] = ()
+    fault: bool = False
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """Transfers of the rank that ended while no step ran."""
+
+    transfers: tuple[tuple[int, bool], ...]
+
+
 ToEngine = Start | Submit | Cancel | Finish | Retain | Release | Shutdown
 FromEngine = Progress | EngineInfo | StartFailed | Updates
+ToRank = Start | Step | Shutdown
+FromRank = Hello | Ready | StartFailed | Done | Moved
+Message = ToEngine | FromEngine | ToRank | FromRank
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_rank = msgspec.msgpack.Decoder(ToRank)
+_from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
-def encode_frame(message: ToEngine | FromEngine) -> bytes:
+def encode_frame(message: Message) -> bytes:
     """One frame, header included."""
     body = _encoder.encode(message)
     assert len(body) <= FRAME_LEN_MAX, f"frame of {len(body)} bytes exceeds {FRAME_LEN_MAX}"
@@ -163,6 +246,18 @@ def decode_to_engine(body: bytes | memoryview) -> ToEngine:
 def decode_from_engine(body: bytes | memoryview) -> FromEngine:
     """A frame's body, as the API process reads it."""
     message: FromEngine = _from_engine.decode(body)
+    return message
+
+
+def decode_to_rank(body: bytes | memoryview) -> ToRank:
+    """A frame's body, as a rank reads what rank 0 says."""
+    message: ToRank = _to_rank.decode(body)
+    return message
+
+
+def decode_from_rank(body: bytes | memoryview) -> FromRank:
+    """A frame's body, as rank 0 reads what another rank says."""
+    message: FromRank = _from_rank.decode(body)
     return message
 
 
@@ -186,6 +281,41 @@ class FrameBuffer:
             yield body
 
 
-def send(sock: socket.socket, message: ToEngine | FromEngine) -> None:
+def send(sock: socket.socket, message: Message) -> None:
     """Write one frame to a blocking socket."""
     sock.sendall(encode_frame(message))
+
+
+def _packed(array: Int32Array) -> bytes:
+    return array.astype("<i4", copy=False).tobytes()
+
+
+def _unpacked(data: bytes, width: int | None = None) -> Int32Array:
+    flat = np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+    return flat if width is None else flat.reshape(-1, width)
+
+
+def _seating_fields(seating: Seating) -> SeatingFields:
+    forced = seating.forced_token_ids
+    return SeatingFields(
+        seat=seating.seat,
+        request_id=seating.request_id,
+        sampling=seating.sampling,
+        end_token_ids=seating.end_token_ids,
+        token_ids=_packed(seating.token_ids),
+        prompt_len=seating.prompt_len,
+        forced_token_ids=None if forced is None else _packed(forced),
+    )
+
+
+def _seating(fields: SeatingFields) -> Seating:
+    forced = fields.forced_token_ids
+    return Seating(
+        seat=fields.seat,
+        request_id=fields.request_id,
+        sampling=fields.sampling,
+        end_token_ids=fields.end_token_ids,
+        token_ids=_unpacked(fields.token_ids),
+        prompt_len=fields.prompt_len,
+        forced_token_ids=None if forced is None else _unpacked(forced),
+    )

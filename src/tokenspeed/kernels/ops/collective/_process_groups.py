@@ -58,11 +58,12 @@ class ProcessGroup:
         most = max(counts)
         padded = _padded(x, most)
         gathered = x.new_empty(self._size * most, *x.shape[1:])
+        outputs, inputs = _bytes(gathered), _bytes(padded)
         with self._ranks.peers_answer():
             if self._size == 1:
-                gathered.copy_(padded)
-            elif gathered.numel():
-                self._process_group._allgather_base(_bytes(gathered), _bytes(padded)).wait()
+                outputs.copy_(inputs)
+            elif outputs.numel():
+                self._process_group._allgather_base(outputs, inputs).wait()
         if min(counts) == most:
             return gathered
         return torch.cat([gathered[i * most : i * most + count] for i, count in enumerate(counts)])
@@ -82,9 +83,10 @@ class ProcessGroup:
         options = BroadcastOptions()
         options.rootRank = 0
         sent = x.contiguous()
+        carried = _bytes(sent.view(-1))
         with self._ranks.peers_answer():
-            if self._size > 1 and x.numel():
-                self._process_group.broadcast([_bytes(sent.view(-1))], options).wait()
+            if self._size > 1 and carried.numel():
+                self._process_group.broadcast([carried], options).wait()
         return x if sent is x else x.copy_(sent)
 
     def close(self) -> None:
@@ -99,12 +101,12 @@ class ProcessGroup:
     def _exchanged(self, x: torch.Tensor, counts: Sequence[int], theirs: Sequence[int]) -> torch.Tensor:
         """x's runs of counts rows go to the members in turn; the runs of theirs rows that they sent come back."""
         received = x.new_empty(sum(theirs), *x.shape[1:])
+        outputs, inputs = _bytes(received), _bytes(x.contiguous())
         with self._ranks.peers_answer():
             if self._size == 1:
-                received.copy_(x)
+                outputs.copy_(inputs)
             elif _row_bytes(x):
-                sent, inputs, outputs = _bytes(x.contiguous()), list(counts), list(theirs)
-                self._process_group.alltoall_base(_bytes(received), sent, outputs, inputs).wait()
+                self._process_group.alltoall_base(outputs, inputs, list(theirs), list(counts)).wait()
         return received
 
 
@@ -208,5 +210,6 @@ def _row_bytes(x: torch.Tensor) -> int:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """(rows, bytes of a row), the same memory; x is contiguous."""
-    return x.view(torch.uint8).view(len(x), _row_bytes(x))
+    """(rows, bytes of a row), the same memory; x is contiguous, which strides of single elements need not show."""
+    assert x.is_contiguous(), x.stride()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8).view(len(x), _row_bytes(x))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes with a CUDA device each. Sums are the library's own, in an order of its choice.
 
-Exchanges run on the device behind the caller, so a lost peer shows where results are read: in joining, gather and
-all_to_all, and elsewhere by the library, which ends the process when an exchange has outlasted the timeout.
+Exchanges run on the device, behind the caller: what is lost shows where a result is read on the host (in joining, in
+gather and all_to_all), or when torch's watchdog, which may take a minute longer than the timeout, ends the process.
 """
 
 from __future__ import annotations

@@ -217,10 +217,10 @@ def played_by_processes(
         for name, value in launcher_environment(0, world_size, addresses[2]).items():
             monkeypatch.setenv(name, value)
         places = [(addresses[0], stores[0]), (addresses[1], stores[1]), (None, None), (None, None)]
-        rendezvous = [Rendezvous(0, world_size, address, device, 60, store) for address, store in places]
+        rendezvous = [Rendezvous(0, world_size, address, device, 120, store) for address, store in places]
         everyone = [play_in_turn(solution, rendezvous)]
         for rank, child in enumerate(children, 1):
-            assert child.wait(60) == 0
+            assert child.wait(120) == 0
             everyone.append(torch.load(folder / str(rank)))
     for first, *others in everyone:
         assert first["words"] == tuple(f"rank {each}é" * each for each in range(world_size))
@@ -370,7 +370,7 @@ def main(mode: str, solution: str, device: str, *rest: str) -> None:
     """Join at each address in turn ("-" is the launcher's) and save the answers, or join all and stand still."""
     rank, world_size, answers, *addresses = rest
     places = [None if each == "-" else each for each in addresses]
-    rendezvous = [Rendezvous(int(rank), int(world_size), place, device, 60) for place in places]
+    rendezvous = [Rendezvous(int(rank), int(world_size), place, device, 120) for place in places]
     if mode == "play":
         torch.save(play_in_turn(solution, rendezvous), answers)
         return

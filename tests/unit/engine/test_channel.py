@@ -41,3 +41,14 @@ def test_a_peer_that_went_is_noticed() -> None:
     with pytest.raises(ChannelClosedError):
         channel.send(Updates((), EngineStats()))
     channel.close()
+
+
+def test_what_a_peer_said_before_it_went_is_received() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+    ours.sendall(encode_frame(Cancel("last words")))
+    ours.close()
+    assert channel.receive(1.0) == [Cancel("last words")]
+    with pytest.raises(ChannelClosedError):
+        channel.receive(1.0)
+    channel.close()

@@ -25,9 +25,12 @@ from tokenspeed.core.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    LaunchedRank,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     ServerConfig,
+    launched_rank,
 )
 from tokenspeed.core.errors import ConfigError, RequestError, TokenSpeedError
 from tokenspeed.core.request import SamplingParams
@@ -74,6 +77,11 @@ MODEL_FLAGS = (
     Flag(("--max-num-waiting",), SchedulerConfig, "max_num_waiting", "requests that may wait; more get 429", "N"),
     Flag(("--overlap-depth",), SchedulerConfig, "overlap_depth", "steps planned ahead, 0 or 1", "N"),
     Flag(("--ageing-steps",), SchedulerConfig, "ageing_steps", "steps of waiting that lift a request", "N"),
+    Flag(("--tp",), ParallelConfig, "tp", "ranks that split the attention heads", "N"),
+    Flag(("--dp-attention",), ParallelConfig, "dp_attention", "partitions of the requests, of --tp ranks each", "N"),
+    Flag(("--ep",), ParallelConfig, "ep", "ways the experts are spread over the ranks", "N"),
+    Flag(("--moe-tp",), ParallelConfig, "moe_tp", "ranks that split one expert (those that --ep leaves)", "N"),
+    Flag(("--rank-timeout",), ParallelConfig, "rank_timeout_s", "a rank that takes longer for a step ends all", "S"),
 )
 SERVED_NAME = Flag(("--served-name", "--served-model-name"), ModelConfig, "served_name", "name on the wire", "NAME")
 SERVER_FLAGS = (
@@ -97,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     set_up_logging(debug=options.debug)
     try:
+        launched = launched_rank() if options.builds_model else None
+        if launched is not None and launched.rank > 0:
+            return _follow(options, launched)
         return int(options.run(options))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -151,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.add_argument("--debug", action="store_true", help="verbose log, and a traceback for every error")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, builds_model=False)
     return parser
 
 
@@ -160,6 +171,7 @@ def _add_model(parser: argparse.ArgumentParser, *, positional: bool = True) -> N
     if positional:
         parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=text)
     parser.add_argument("--model", help=text)
+    parser.set_defaults(builds_model=True)
     _add_flags(parser, MODEL_FLAGS)
     parser.add_argument(
         "--kernel", action="append", default=[], metavar="OP=SOLUTION", help="use this solution for this op"
@@ -204,6 +216,7 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         CacheConfig: {},
         SchedulerConfig: {},
         DeviceConfig: {"kernel_overrides": overrides},
+        ParallelConfig: {},
     }
     for flag in MODEL_FLAGS:
         parts[flag.struct] |= _given(options, (flag,))
@@ -212,8 +225,16 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
         cache=CacheConfig(**parts[CacheConfig]),
         scheduler=SchedulerConfig(**parts[SchedulerConfig]),
         device=DeviceConfig(**parts[DeviceConfig]),
+        parallel=ParallelConfig(**parts[ParallelConfig]),
         debug=options.debug,
     ).validate()
+
+
+def _follow(options: argparse.Namespace, launched: LaunchedRank) -> int:
+    """Every rank that a launcher starts has the same command line; the first runs it, the others follow that one."""
+    from tokenspeed.engine.follower import follow_launched
+
+    return follow_launched(launched, _engine_config(options).device)
 
 
 def _override(text: str) -> tuple[str, str]:

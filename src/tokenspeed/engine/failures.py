@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 
 from tokenspeed.core.errors import START_ERRORS, CapacityError, StartError
 from tokenspeed.core.ipc import StartFailed
+from tokenspeed.observability.logging import ROOT, set_up_logging
 
 _MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
@@ -55,6 +57,21 @@ def complain(error: Exception, debug: bool) -> None:
         say(one_line(error))
 
 
+def set_up_log(debug: bool) -> None:
+    """The log of a process that is ours; tracebacks are shortened to their last line unless debugging."""
+    set_up_logging(debug=debug)
+    if not debug:
+        for handler in logging.getLogger(ROOT).handlers:
+            handler.addFilter(_without_traceback)
+
+
 def _is_out_of_memory(error: Exception) -> bool:
     words = str(error).lower()
     return isinstance(error, MemoryError) or any(phrase in words for phrase in _MEMORY_WORDS)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    if record.exc_info and record.exc_info[1] is not None:
+        record.msg = f"{record.getMessage()}: {' '.join(str(record.exc_info[1]).split())}"
+        record.args, record.exc_info = None, None
+    return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from tokenspeed.core.config import EngineConfig, calm_own_threads, child_environment
 from tokenspeed.core.errors import StartError
@@ -148,6 +149,13 @@ def describe_exit(code: int | None) -> str:
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     hint = " (killed; the machine may be out of memory)" if -code == signal.SIGKILL else ""
     return f"by {name}{hint}"
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, whatever its other threads wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _accept(listener: socket.socket, process: subprocess.Popen[bytes]) -> socket.socket:

@@ -279,7 +279,7 @@ class EngineLoop:
             handle = self._runner.launch(plan, seatings)
         except (RuntimeError, MemoryError) as error:
             handle = _FailedLaunch(error)
-        leases = _leases(plan)
+        leases = leases_of(plan)
         self._leases.update(leases)
         return _InFlight(plan.step_id, keys, leases, handle)
 
@@ -346,7 +346,7 @@ def _faulted(step_id: int, num_rows: int) -> StepResult:
     )
 
 
-def _leases(plan: StepPlan) -> tuple[int, ...]:
+def leases_of(plan: StepPlan) -> tuple[int, ...]:
     """One for each transfer of the plan; a transfer may have many rows."""
     return tuple(dict.fromkeys((*plan.load[:, 0].tolist(), *plan.store[:, 0].tolist())))
 

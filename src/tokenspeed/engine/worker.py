@@ -14,26 +14,28 @@ import logging
 import signal
 import socket
 import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from tokenspeed.checkpoints import open_model
-from tokenspeed.core.config import EngineConfig, HostStoreName
-from tokenspeed.core.errors import CapacityError, StartError
-from tokenspeed.core.ipc import EngineInfo, Progress, Shutdown, Start, StartFailed, ToEngine
+from tokenspeed.core.config import EngineConfig, HostStoreName, launched_rank
+from tokenspeed.core.ipc import EngineInfo, Progress, Shutdown, Start, ToEngine
 from tokenspeed.core.plan import HostStore
 from tokenspeed.engine.channel import Channel, ChannelClosedError
+from tokenspeed.engine.failures import complain, set_up_log, start_failed
+from tokenspeed.engine.process import leave
+from tokenspeed.engine.ranks import RanksRunner, shape_of
+from tokenspeed.engine.replica import Replica, share_of_machine
 from tokenspeed.engine.step import EngineLoop
-from tokenspeed.observability.logging import ROOT, set_up_logging
 
 if TYPE_CHECKING:
     from tokenspeed.control import ControlPlane
     from tokenspeed.execution import ModelRunner, RunnerInfo
 
-_MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+_log = logging.getLogger("tokenspeed.engine.worker")  # this module may be the program
 _START_WAIT_S = 60.0
 _HOST_STORE: dict[HostStoreName, HostStore] = {"seal": HostStore.ON_SEAL, "pressure": HostStore.ON_PRESSURE}
 
@@ -48,17 +50,24 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(arguments.socket)
-    return serve(sock, owns_process=True)
+    try:
+        code = serve(sock, owns_process=True)
+    except SystemExit:
+        code = 0
+    if any(thread.daemon and thread is not threading.current_thread() for thread in threading.enumerate()):
+        leave(code)  # one that waits for another rank would be torn down in the middle
+    return code
 
 
 def serve(sock: socket.socket, *, owns_process: bool = False) -> int:
     """Serve the peer of `sock` until it goes or says Shutdown. Returns the exit code. owns_process: the log is ours to
-    set up."""
+    set up, and a lost rank may end the process."""
     channel = Channel(sock)
     try:
         config, early = _await_start(channel)
         if owns_process:
-            _set_up_logging(config.debug)
+            set_up_log(config.debug)
+        assert owns_process or config.parallel.num_ranks == 1, "several ranks need a process that may be ended"
         return _serve_config(config, channel, early)
     except ChannelClosedError:
         return 0
@@ -73,7 +82,7 @@ def _serve_config(config: EngineConfig, channel: Channel, early: list[ToEngine])
     except ChannelClosedError:
         raise
     except Exception as error:  # noqa: BLE001 whatever went wrong, the parent tells it in one line
-        channel.send(_start_failed(error))
+        channel.send(start_failed(error))
         return 1
     try:
         channel.send(engine.info)
@@ -82,7 +91,7 @@ def _serve_config(config: EngineConfig, channel: Channel, early: list[ToEngine])
     except ChannelClosedError:
         raise
     except Exception as error:  # noqa: BLE001 a bug ends the engine, with one line unless debugging
-        _complain(error, config.debug)
+        complain(error, config.debug)
         return 1
     finally:
         engine.close()
@@ -94,14 +103,19 @@ class _Engine:
     def __init__(self, config: EngineConfig, channel: Channel) -> None:
         began = time.monotonic()
         self._runner = _build_runner(config, lambda *progress: channel.send(Progress(*progress)))
-        self.info = _describe(config, self._runner, time.monotonic() - began)
-        self.loop = EngineLoop(
-            _build_control(config, self._runner.info),
-            self._runner,
-            channel,
-            overlap_depth=config.scheduler.overlap_depth,
-            on_fault=lambda error: _complain(error, config.debug),
-        )
+        try:
+            runner_info = self._runner.info
+            self.info = _describe(config, runner_info, time.monotonic() - began)
+            self.loop = EngineLoop(
+                _build_control(config, runner_info),
+                self._runner,
+                channel,
+                overlap_depth=config.scheduler.overlap_depth,
+                on_fault=lambda error: complain(error, config.debug),
+            )
+        except BaseException:
+            self.close()
+            raise
         # What was loaded stays for good; collections need not look through it again.
         gc.collect()
         gc.freeze()
@@ -110,12 +124,43 @@ class _Engine:
         self._runner.close()
 
 
-def _build_runner(config: EngineConfig, progress: Callable[[str, int, int, str], None]) -> ModelRunner:
+def _build_runner(config: EngineConfig, progress: Callable[[str, int, int, str], None]) -> ModelRunner | RanksRunner:
+    launched = launched_rank()
+    if config.parallel.num_ranks > 1 or (launched is not None and launched.world_size > 1):
+        return _build_ranks(Replica(config), progress)
     source = open_model(config.model, progress)  # before execution is loaded, which takes seconds
 
     from tokenspeed.execution import ModelRunner
 
     return ModelRunner.create(config, source, progress)
+
+
+def _build_ranks(replica: Replica, progress: Callable[[str, int, int, str], None]) -> RanksRunner:
+    """Rank 0's runner with all others behind it."""
+    try:
+        source = open_model(replica.config.model, progress)
+        config = replica.meet(_share_of_machine)
+
+        from tokenspeed.execution import ModelRunner
+
+        runner = replica.create(
+            lambda communicator: ModelRunner.create(config, source, progress, communicator),
+            lambda built: shape_of(built.info),
+        )
+    except BaseException:
+        replica.close(in_order=False)
+        raise
+    _log.info("%d ranks are ready, %d of them on this machine", replica.num_ranks, replica.num_local_ranks)
+    replica.arm()
+    return RanksRunner(runner, replica)
+
+
+def _share_of_machine(config: EngineConfig, num_local_ranks: int) -> EngineConfig:
+    from tokenspeed.execution import placement
+
+    on_cpu = placement.resolve_device(config.device).type == "cpu"
+    num_cores = placement.resolve_num_threads(config.device)
+    return share_of_machine(config, num_local_ranks, num_cores, on_cpu)
 
 
 def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:
@@ -132,8 +177,7 @@ def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:
     )
 
 
-def _describe(config: EngineConfig, runner: ModelRunner, load_s: float) -> EngineInfo:
-    info = runner.info
+def _describe(config: EngineConfig, info: RunnerInfo, load_s: float) -> EngineInfo:
     return EngineInfo(
         model_type=info.model_type,
         num_parameters=info.num_parameters,
@@ -162,51 +206,6 @@ def _await_start(channel: Channel) -> tuple[EngineConfig, list[ToEngine]]:
     if any(isinstance(message, Shutdown) for message in rest):
         raise ChannelClosedError("the parent changed its mind")
     return first.config, rest
-
-
-def _start_failed(error: Exception) -> StartFailed:
-    details = "".join(traceback.format_exception(error))
-    if isinstance(error, StartError):
-        return StartFailed(type(error).__name__, str(error), details)
-    if _is_out_of_memory(error):
-        return StartFailed(
-            CapacityError.__name__,
-            "out of memory while loading the model: use a smaller model, a smaller --kv-tokens or a larger machine",
-            details,
-        )
-    return StartFailed(StartError.__name__, f"the engine failed to start: {_one_line(error)}", details)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    words = str(error).lower()
-    return isinstance(error, MemoryError) or any(phrase in words for phrase in _MEMORY_WORDS)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _complain(error: Exception, debug: bool) -> None:
-    """One line on stderr, or the whole traceback when debugging."""
-    text = "".join(traceback.format_exception(error)) if debug else f"tokenspeed engine: {_one_line(error)}\n"
-    sys.stderr.write(text)
-    sys.stderr.flush()
-
-
-def _set_up_logging(debug: bool) -> None:
-    """The program's log; tracebacks are shortened to their last line unless debugging."""
-    set_up_logging(debug=debug)
-    if not debug:
-        for handler in logging.getLogger(ROOT).handlers:
-            handler.addFilter(_without_traceback)
-
-
-def _without_traceback(record: logging.LogRecord) -> bool:
-    if record.exc_info and record.exc_info[1] is not None:
-        record.msg = f"{record.getMessage()}: {' '.join(str(record.exc_info[1]).split())}"
-        record.args, record.exc_info = None, None
-    return True
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

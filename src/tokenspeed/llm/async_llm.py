@@ -218,7 +218,7 @@ class AsyncLLM:
 
 
 def _launcher(config: EngineConfig, engine: EngineKind) -> Callable[[], Engine]:
-    if engine == "thread":
+    if engine == "thread" and config.parallel.num_ranks == 1:  # one that lost a rank has to be ended from outside
         return InProcessEngine
     return lambda: EngineProcess.spawn(config)
 

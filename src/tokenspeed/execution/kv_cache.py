@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,11 +73,17 @@ class _Demand:
         return num_first if self.most_blocks is None else min(num_first, self.most_blocks)
 
 
-def size_pool(config: EngineConfig, specs: Sequence[KvSpec], model_len: int, ctx: BuildContext) -> PoolSize:
-    """How large the pools are. The first group has cache.kv_tokens; else all together take memory_fraction of the
-    available memory, but never more than all seats could fill. Each group has host pages for cache.host_tokens.
-    Raises CapacityError when one request would not fit, ConfigError when the model is shorter than max_model_len
-    asks."""
+def size_pool(
+    config: EngineConfig,
+    specs: Sequence[KvSpec],
+    model_len: int,
+    ctx: BuildContext,
+    agree: Callable[[int], int] = lambda num_blocks: num_blocks,
+) -> PoolSize:
+    """How large the pools of a rank are. The first group has cache.kv_tokens; else all together take memory_fraction of
+    the available memory, but never more than all seats could fill. agree: the pages of the first group that all ranks
+    have room for, given this one's. Each group has host pages for cache.host_tokens. Raises CapacityError when one
+    request would not fit, ConfigError when the model is shorter than max_model_len asks."""
     wanted_len = config.model.max_model_len
     if wanted_len is not None and wanted_len > model_len:
         raise ConfigError(
@@ -92,6 +98,7 @@ def size_pool(config: EngineConfig, specs: Sequence[KvSpec], model_len: int, ctx
         num_first = min(config.cache.kv_tokens // block_size, NUM_BLOCKS_MAX)
     else:
         num_first = _default_blocks(config, request_len, demands, ctx)
+    num_first = agree(num_first)
     needed = wanted_len if wanted_len is not None else min(model_len, 2 * block_size)
     if num_first * block_size < needed:
         token_bytes = sum(_token_bytes(spec, ctx) for spec in specs)

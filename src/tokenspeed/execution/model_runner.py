@@ -2,7 +2,8 @@
 """Runs steps: a plan goes in, the tokens that it sampled come out.
 
 Steps run in order on a thread of their own, so that the next plan can be made while one runs; a plan may also do no
-more than move pages. Knows neither what a plan is for nor what becomes of the tokens.
+more than move pages. Of several ranks each has a runner, given the same plans; the first one samples for all. Knows
+neither what a plan is for nor what becomes of the tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,16 +27,20 @@ from tokenspeed.core.ipc import KernelBinding
 from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
 from tokenspeed.core.request import SamplingParams, TokenLogprobs
 from tokenspeed.execution import kv_cache, placement
-from tokenspeed.execution.input_buffers import InputBuffers, StepInputs
+from tokenspeed.execution.forward import Forward
+from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
 from tokenspeed.execution.outputs import PromptLogprobs, RunnerInfo, StepHandle, StepOutput
 from tokenspeed.execution.prompt_logprobs import PromptScorer
+from tokenspeed.execution.ranked_sampler import RankedSampler
 from tokenspeed.execution.sampler import Sampler, SamplerOutput
 from tokenspeed.execution.scripted import ScriptedModel
 from tokenspeed.execution.weights import load_weights, num_parameters, require_memory
+from tokenspeed.kernels.ops.collective import Communicator
 from tokenspeed.kernels.platform import set_num_threads
 from tokenspeed.kernels.registry import BoundKernel
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.models import CausalLM, resolve
+from tokenspeed.spmd.mesh import Group, GroupSizes, Mesh
 from tokenspeed.transfer import BlockMover, FinishedMove
 from tokenspeed.transfer import resolve as resolve_mover
 
@@ -51,23 +56,31 @@ class _Job:
     seatings: tuple[Seating, ...]
 
 
-class ModelRunner:
-    """One model on one device. launch from one thread at a time."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a runner is made of."""
 
-    def __init__(
-        self,
-        info: RunnerInfo,
-        model: CausalLM | ScriptedModel,
-        buffers: InputBuffers,
-        sampler: Sampler,
-        mover: BlockMover,
-    ) -> None:
+    model: CausalLM | ScriptedModel
+    forward: Forward
+    seats: Seats
+    buffers: InputBuffers
+    sampling: RankedSampler
+    mover: BlockMover
+
+
+class ModelRunner:
+    """One rank of a model on one device. launch from one thread at a time."""
+
+    def __init__(self, info: RunnerInfo, parts: _Parts) -> None:
         self.info = info
-        self._mover = mover
+        self._mover = parts.mover
         self._mover_lock = threading.Lock()
-        self._model = model
-        self._buffers = buffers
-        self._sampler = sampler
+        self._elsewhere: list[FinishedMove] = []
+        self._model = parts.model
+        self._forward = parts.forward
+        self._seats = parts.seats
+        buffers = self._buffers = parts.buffers
+        self._sampling = parts.sampling
         self._prompt_scorer = PromptScorer(info.vocab_size)
         self._is_spoilt = np.zeros(len(buffers.last_token), dtype=np.bool_)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -75,20 +88,30 @@ class ModelRunner:
         self._thread.start()
 
     @classmethod
-    def create(cls, config: EngineConfig, source: ModelSource, progress: ProgressFn | None = None) -> ModelRunner:
-        """Build the model that the source describes, load and warm it. Raises a StartError subclass."""
+    def create(
+        cls,
+        config: EngineConfig,
+        source: ModelSource,
+        progress: ProgressFn | None = None,
+        communicator: Communicator | None = None,
+    ) -> ModelRunner:
+        """Build the model that the source describes, load and warm it. communicator: the ranks among which this is one,
+        and which all do this at the same time; None for a replica of one. Raises a StartError subclass."""
         started = time.monotonic()
         device = placement.resolve_device(config.device)
         num_threads = placement.resolve_num_threads(config.device)
         set_num_threads(num_threads)
         dtype = placement.resolve_dtype(config.model.dtype, device, source.config)
-        ctx = BuildContext(str(device), dtype, dict(config.device.kernel_overrides))
+        mesh, rank = _mesh(config, communicator), 0 if communicator is None else communicator.rank
+        ctx = BuildContext(str(device), dtype, dict(config.device.kernel_overrides), mesh, rank)
         model, model_type = _build(source, ctx, progress)
+        forward = Forward(model, ctx, communicator)
         sample = ctx.bind("sampling")
-        size = kv_cache.size_pool(config, model.kv_specs, model.max_model_len, ctx)
+        agree = _min_over_ranks(communicator)
+        size = kv_cache.size_pool(config, model.kv_specs, model.max_model_len, ctx, agree)
         layers = kv_cache.allocate(size, model.kv_specs, ctx)
         mover = resolve_mover(_MOVER)(kv_cache.page_groups(size, layers))
-        max_num_seqs = config.scheduler.max_num_seqs
+        seats = Seats(config.scheduler.max_num_seqs, mesh, mesh.index(rank, mesh.axes_of(Group.ATTENTION_DP)))
         info = RunnerInfo(
             model_type=model_type,
             num_parameters=0 if isinstance(model, ScriptedModel) else num_parameters(model),
@@ -105,8 +128,10 @@ class ModelRunner:
             groups=size.groups,
             kernels=tuple(_binding(kernel) for kernel in ctx.bindings.values()),
         )
-        buffers = InputBuffers(size, max_num_seqs, layers, device)
-        runner = cls(info, model, buffers, Sampler(sample, max_num_seqs, model.vocab_size, device), mover)
+        buffers = InputBuffers(size, seats, layers, device)
+        sampler = Sampler(sample, seats.num_seats, model.vocab_size, device)
+        sampling = RankedSampler(sampler, communicator, device)
+        runner = cls(info, _Parts(model, forward, seats, buffers, sampling, mover))
         if not isinstance(model, ScriptedModel):
             try:
                 token_s = runner._warm_up(progress)
@@ -132,7 +157,8 @@ class ModelRunner:
         """Transfers that finished since the last step's output, for a caller that has no step to launch and waits for
         one. Each is told once, here or in a StepOutput."""
         with self._mover_lock:
-            return self._mover.poll()
+            elsewhere, self._elsewhere = self._elsewhere, []
+            return (*elsewhere, *self._mover.poll())
 
     def close(self) -> None:
         """Finish the launched steps and end the thread. Idempotent."""
@@ -146,8 +172,7 @@ class ModelRunner:
                 job.handle.finish(self._run(job))
 
     def _run(self, job: _Job) -> StepOutput:
-        with self._mover_lock:
-            self._mover.start(job.plan.load, job.plan.store)
+        self._start_transfers(job.plan)
         try:
             output = self._step(job)
         except Exception:  # noqa: BLE001 - whatever went wrong ends the requests of this step, never the process
@@ -155,6 +180,17 @@ class ModelRunner:
             self._is_spoilt[job.plan.rows[:, 0]] = True
             output = _without_tokens(job.plan, fault=True)
         return dataclasses.replace(output, transfers=self.poll_transfers())
+
+    def _start_transfers(self, plan: StepPlan) -> None:
+        """Those of this rank's partition; what others move is done as far as this rank goes."""
+        num_groups, partition = len(self.info.groups), self._seats.partition
+        own = [rows[rows[:, 1] // num_groups == partition] for rows in (plan.load, plan.store)]
+        leases = {int(lease) for rows in (plan.load, plan.store) for lease in rows[:, 0]}
+        elsewhere = leases - {int(lease) for rows in own for lease in rows[:, 0]}
+        first_group = np.array([0, partition * num_groups, 0, 0], dtype=np.int32)
+        with self._mover_lock:
+            self._elsewhere += [(lease, True) for lease in sorted(elsewhere)]
+            self._mover.start(own[0] - first_group, own[1] - first_group)
 
     def _step(self, job: _Job) -> StepOutput:
         plan = job.plan
@@ -164,18 +200,21 @@ class ModelRunner:
         if len(plan.rows) == 0:
             return _without_tokens(plan, fault=False)
         inputs = self._buffers.build(plan)
-        hidden_TD = self._model.forward(inputs.batch)
-        logits_SV = self._model.compute_logits(hidden_TD[inputs.batch.sample_index_S])
-        sampled = self._sampler.sample(logits_SV, inputs.seats_S, inputs.position_S)
+        prompt_logprobs: tuple[PromptLogprobs | None, ...] = (None,) * len(plan.rows)
+        if self._prompt_scorer.has_work(inputs):
+            logits_SV, hidden_TD = self._forward.logits_and_hidden(inputs.step)
+            prompt_logprobs = self._prompt_scorer.score(inputs, hidden_TD, self._forward.head)
+        else:
+            logits_SV = self._forward.logits(inputs.step)
+        sampled = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S)
         self._buffers.commit(inputs, sampled.token_ids_S)
-        prompt_logprobs = self._prompt_scorer.score(inputs, hidden_TD, self._model.compute_logits)
         return _output(plan.step_id, inputs, sampled, prompt_logprobs, self._is_spoilt[inputs.seats_R])
 
     def _seat(self, seating: Seating) -> None:
         if isinstance(self._model, ScriptedModel):
             seating = self._model.seating(seating)
         self._is_spoilt[seating.seat] = False
-        self._sampler.seat(seating)
+        self._sampling.seat(seating)
         self._prompt_scorer.seat(seating)
 
     def _warm_up(self, progress: ProgressFn | None) -> float:
@@ -249,18 +288,36 @@ def _output(
     prompt_logprobs: tuple[PromptLogprobs | None, ...],
     is_spoilt_R: NDArray[np.bool_],
 ) -> StepOutput:
-    """One token for each sampled row that is not faulty; a seat that an earlier failed step left behind is."""
+    """One token for each sampled row that is not faulty; a seat that an earlier failed step left behind is. Rows are
+    put back into the order of the plan."""
     is_faulty_R = is_spoilt_R.copy()
     is_faulty_R[inputs.sampled_rows_S] |= sampled.is_faulty_S
-    is_good_S = ~is_faulty_R[inputs.sampled_rows_S]
-    num_accepted_R = np.zeros(len(is_faulty_R), dtype=np.int32)
-    num_accepted_R[inputs.sampled_rows_S] = is_good_S
-    offsets = np.zeros(len(is_faulty_R) + 1, dtype=np.int32)
-    np.cumsum(num_accepted_R, out=offsets[1:])
-    result = StepResult(step_id, offsets, sampled.token_ids_S[is_good_S], is_faulty_R.astype(np.int32))
-    logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * len(is_faulty_R)
-    if sampled.logprobs is not None:
-        for row, is_good, entry in zip(inputs.sampled_rows_S.tolist(), is_good_S, sampled.logprobs, strict=True):
-            if is_good and entry is not None:
-                logprobs[row] = (entry,)
-    return StepOutput(result, tuple(logprobs), prompt_logprobs)
+    rows = inputs.sampled_rows_S.tolist()
+    tokens = {row: sampled.token_ids_S[place] for place, row in enumerate(rows) if not is_faulty_R[row]}
+    entries = dict(zip(rows, sampled.logprobs, strict=True)) if sampled.logprobs is not None else {}
+    rows_in_plan = np.argsort(inputs.order_R).tolist()
+    offsets = np.zeros(len(rows_in_plan) + 1, dtype=np.int32)
+    np.cumsum([row in tokens for row in rows_in_plan], out=offsets[1:])
+    token_ids = np.array([tokens[row] for row in rows_in_plan if row in tokens], dtype=np.int32)
+    result = StepResult(step_id, offsets, token_ids, is_faulty_R[rows_in_plan].astype(np.int32))
+    logprobs = tuple(_entry(entries.get(row)) if row in tokens else None for row in rows_in_plan)
+    return StepOutput(result, logprobs, tuple(prompt_logprobs[row] for row in rows_in_plan))
+
+
+def _entry(logprobs: TokenLogprobs | None) -> tuple[TokenLogprobs, ...] | None:
+    return None if logprobs is None else (logprobs,)
+
+
+def _mesh(config: EngineConfig, communicator: Communicator | None) -> Mesh:
+    """The mesh that the configuration asks for."""
+    parallel = config.parallel
+    mesh = Mesh.of(
+        GroupSizes.of(parallel.tp, attention_dp=parallel.dp_attention, ep=parallel.ep, moe_tp=parallel.moe_tp)
+    )
+    num_ranks = 1 if communicator is None else communicator.world_size
+    assert mesh.num_ranks == num_ranks, f"{num_ranks} ranks for {mesh}"
+    return mesh
+
+
+def _min_over_ranks(communicator: Communicator | None) -> Callable[[int], int]:
+    return lambda number: number if communicator is None else min(map(int, communicator.gather(str(number))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tokenspeed.core.plan import Int32Array, RowKind, Seating
@@ -40,13 +41,17 @@ class PromptScorer:
         if num_top is not None:
             self._prompts[seating.seat] = _Prompt(seating.token_ids[: seating.prompt_len].copy(), num_top)
 
+    def has_work(self, inputs: StepInputs) -> bool:
+        """Whether a row of this step is part of a prompt to score."""
+        if not self._prompts:
+            return False
+        return bool(np.isin(inputs.seats_R[inputs.kinds_R != RowKind.DECODE], list(self._prompts)).any())
+
     def score(
         self, inputs: StepInputs, hidden_TD: torch.Tensor, compute_logits: ComputeLogits
     ) -> tuple[PromptLogprobs | None, ...]:
         """One entry a row. Logits are made a chunk of positions at a time, so that memory stays bounded."""
         scores: list[PromptLogprobs | None] = [None] * len(inputs.seats_R)
-        if not self._prompts:
-            return tuple(scores)
         for row, seat in enumerate(inputs.seats_R.tolist()):
             prompt = self._prompts.get(seat)
             if prompt is None or inputs.kinds_R[row] == RowKind.DECODE:

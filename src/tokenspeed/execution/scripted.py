@@ -17,7 +17,9 @@ import torch
 from tokenspeed.core.errors import CheckpointError
 from tokenspeed.core.plan import Int32Array, Seating
 from tokenspeed.layers.attention import KvSpec
-from tokenspeed.layers.forward_batch import ForwardBatch
+from tokenspeed.layers.decoder import TOKEN_IDS
+from tokenspeed.spmd.graph import Graph, Value
+from tokenspeed.spmd.step import View
 
 
 class ScriptedModel:
@@ -30,15 +32,20 @@ class ScriptedModel:
         self.max_model_len = _positive(config, "max_position_embeddings")
         self._step_s = step_s
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def declare(self, graph: Graph) -> Value:
+        return graph.norm("script", graph.source(TOKEN_IDS), run=self._wait)
+
+    def declare_head(self, graph: Graph, hidden: Value) -> Value:
+        return graph.head("head", hidden, self.vocab_size, run=self._all_equal)
+
+    def _wait(self, view: View, token_ids_T: torch.Tensor) -> torch.Tensor:
         """(T, 1)."""
         if self._step_s > 0:
             time.sleep(self._step_s)
-        return torch.zeros(len(batch.token_ids_T), 1)
+        return torch.zeros(len(token_ids_T), 1)
 
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """(S, V) float32, all equal."""
-        return torch.zeros(len(hidden_SD), self.vocab_size)
+    def _all_equal(self, view: View, hidden_S1: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden_S1), self.vocab_size)
 
     def seating(self, seating: Seating) -> Seating:
         """The same seating with an id for every token that it may generate: forced ids repeat when they run out."""

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills a built model from a checkpoint, strictly: every parameter is filled and every tensor has a place.
 
-Knows names and shapes, not file formats. Reads one tensor at a time, so that memory holds the model and one tensor.
+A rank takes its part of each. Knows names and shapes, not file formats. Reads one tensor at a time, so that memory
+holds the model and one tensor.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,15 +31,20 @@ def load_weights(model: CausalLM, weights: Weights, path: Path, progress: Progre
     weight_map = model.weight_map().for_checkpoint(weights.infos() or ())
     _assert_covers(model, weight_map)
     names = _match(weight_map, weights, path)
+    last_name, array = "", None
     for done, (slot, name) in enumerate(zip(weight_map, names, strict=True)):
-        _fill(slot.target, weights.read(name, tuple(slot.target.shape)))
+        if slot.target.numel() > 0:
+            if array is None or name != last_name:  # parts of one tensor follow one another
+                last_name, array = name, weights.read(name, slot.cut.shape)
+            slot.fill(_as_tensor(array))
         if progress is not None:
             progress("load", done + 1, len(names), "tensors")
 
 
 def num_parameters(model: CausalLM) -> int:
-    """Parameters of the model, shared ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Parameters of the model over all ranks, shared ones once."""
+    shapes = {slot.name: slot.cut.shape for slot in model.weight_map()}
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def require_memory(model: CausalLM, path: Path, device: torch.device) -> None:
@@ -60,10 +67,11 @@ def _match(weight_map: WeightMap, weights: Weights, path: Path) -> list[str]:
     if infos is None:
         return [slot.name for slot in weight_map]
     found = [next((name for name in slot.names if name in infos), None) for slot in weight_map]
+    missing = [slot.name for slot, name in zip(weight_map, found, strict=True) if name is None]
     faults = [
-        *_listed("missing", [slot.name for slot, name in zip(weight_map, found, strict=True) if name is None]),
+        *_listed("missing", list(dict.fromkeys(missing))),
         *_listed("unexpected", _surplus(weight_map, infos, found)),
-        *_listed("of another shape", list(_misshapen(weight_map, infos, found))),
+        *_listed("of another shape", list(dict.fromkeys(_misshapen(weight_map, infos, found)))),
     ]
     if faults:
         raise CheckpointError(f"{path}: the tensors do not match the model's configuration: {'; '.join(faults)}")
@@ -77,8 +85,8 @@ def _surplus(weight_map: WeightMap, infos: Iterable[str], found: Sequence[str | 
 
 def _misshapen(weight_map: WeightMap, infos: Mapping[str, TensorInfo], found: Sequence[str | None]) -> Iterator[str]:
     for slot, name in zip(weight_map, found, strict=True):
-        if name is not None and infos[name].shape != tuple(slot.target.shape):
-            yield f"{name} is {list(infos[name].shape)}, the model has {list(slot.target.shape)}"
+        if name is not None and infos[name].shape != slot.cut.shape:
+            yield f"{name} is {list(infos[name].shape)}, the model has {list(slot.cut.shape)}"
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
@@ -97,10 +105,6 @@ def _assert_covers(model: CausalLM, weight_map: WeightMap) -> None:
     for parameter in model.parameters():
         covered = filled[parameter.untyped_storage().data_ptr()]
         assert covered == parameter.numel(), f"slots fill {covered} of {parameter.numel()} values of a parameter"
-
-
-def _fill(target: torch.Tensor, array: NDArray[np.generic]) -> None:
-    target.copy_(_as_tensor(array))
 
 
 def _as_tensor(array: NDArray[np.generic]) -> torch.Tensor:

@@ -12,7 +12,10 @@ from torch import nn
 
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.linear import FusedLinear, Linear
-from tokenspeed.layers.weight_map import Names, WeightSlot, linear_slots, part_slots
+from tokenspeed.layers.weight_map import Names, WeightSlot, fused_slots, linear_slots
+from tokenspeed.spmd import shards
+from tokenspeed.spmd.graph import Graph, Value
+from tokenspeed.spmd.mesh import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,12 @@ def gate_and_up_rows(activation: Activation, ff_size: int) -> tuple[slice, slice
     return slice(0, ff_size), slice(ff_size, None)
 
 
+FEED_FORWARD = "feed-forward elements"
+
+
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)). activation: the op that gates, silu_mul or gelu_tanh_mul. names: module names
-    in a checkpoint, of gate, up and down or of gate and up as one and down."""
+    """down(activation(gate(x)) * up(x)), the inner width shared out over ranks. activation: the op that gates, silu_mul
+    or gelu_tanh_mul. names: module names in a checkpoint, of gate, up and down or of gate and up as one and down."""
 
     def __init__(
         self,
@@ -69,17 +75,20 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.names = names
-        self.gate_up = FusedLinear(ctx, hidden_size, {"gate": ff_size, "up": ff_size}, bias)
-        self.down = Linear(ctx, ff_size, hidden_size, bias)
+        dealt = shards.rows(Group.DENSE, what=FEED_FORWARD)
+        parts = {"gate": ff_size, "up": ff_size}
+        self.gate_up = FusedLinear(ctx, hidden_size, parts, bias, dict.fromkeys(parts, dealt))
+        self.down = Linear(ctx, ff_size, hidden_size, bias, shards.columns(Group.DENSE, what=FEED_FORWARD))
         self._activate = activate_with(ctx, activation)
 
+    def declare(self, graph: Graph, name: str, x: Value) -> Value:
+        """The block as an op of a model."""
+        return graph.feed_forward(name, x, run=lambda _, x_TD: self(x_TD))
+
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """This rank's addend."""
         return self.down(self._activate(self.gate_up(x_TD)))  # type: ignore[no-any-return]
 
     def weight_slots(self) -> list[WeightSlot]:
         """Names relative to the block."""
-        down = linear_slots(self.names[-1], self.down)
-        if len(self.names) == 2:
-            return linear_slots(self.names[0], self.gate_up) + down
-        gate, up, _ = self.names
-        return part_slots(gate, self.gate_up, "gate") + part_slots(up, self.gate_up, "up") + down
+        return fused_slots(self.names[:-1], self.gate_up) + linear_slots(self.names[-1], self.down)

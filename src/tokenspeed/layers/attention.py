@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of one layer: write this step's K and V, then attend. Knows neither projections nor positions."""
+"""Paged attention of one layer: write this step's K and V, then attend. Ranks share out the heads. Knows neither
+projections nor positions."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,9 @@ from tokenspeed.kernels.ops.kv_write import KvWrite
 from tokenspeed.kernels.ops.paged_attention import SINKS, PagedAttention
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.forward_batch import ForwardBatch
+from tokenspeed.spmd import shards
+from tokenspeed.spmd.mesh import Group
+from tokenspeed.spmd.shards import Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,10 @@ class KvSpec:
     def token_size(self) -> int:
         """Numbers kept for a token."""
         return self.num_kv_heads * self.head_dim * (2 if self.value_dim is None else 1)
+
+    def of_one(self, num_ranks: int) -> KvSpec:
+        """What one of so many ranks keeps: a share of the heads, or the head that it shares with neighbours."""
+        return dataclasses.replace(self, num_kv_heads=max(1, self.num_kv_heads // num_ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +59,38 @@ class AttentionSpec:
     def kv_size(self) -> int:
         return self.kv.num_kv_heads * self.kv.head_dim
 
+    def of_one(self, num_ranks: int) -> AttentionSpec:
+        """The geometry on one of so many ranks."""
+        return dataclasses.replace(self, num_heads=self.num_heads // num_ranks, kv=self.kv.of_one(num_ranks))
+
+
+def heads(unit: int = 1) -> Shards:
+    """How what query heads have is dealt, `unit` elements each."""
+    return shards.rows(Group.ATTENTION, unit, what="attention heads")
+
+
+def kv_heads(unit: int = 1) -> Shards:
+    """How what K/V heads have is dealt; with more ranks than heads, neighbours have the same one."""
+    return shards.rows(Group.ATTENTION, unit, shared=True, what="K/V heads")
+
+
+def from_heads(unit: int) -> Shards:
+    """How the projection that reads all heads is dealt."""
+    return shards.columns(Group.ATTENTION, unit, what="attention heads")
+
 
 class Attention(nn.Module):
-    """layer_index: which entry of ForwardBatch.kv_layers is this layer's."""
+    """layer_index: which entry of ForwardBatch.kv_layers is this layer's. spec: over all ranks."""
 
     def __init__(self, ctx: BuildContext, spec: AttentionSpec, layer_index: int) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec = spec.of_one(ctx.size_of(Group.ATTENTION))
         self.layer_index = layer_index
         self._kv_write: KvWrite = ctx.bind("kv_write")
-        self.sinks = _sinks(ctx, spec.num_heads) if spec.has_sinks else None
+        self.sinks_cut = ctx.cut("sinks", (spec.num_heads,), heads()) if spec.has_sinks else None
+        self.sinks = None
+        if self.sinks_cut is not None:
+            self.sinks = ctx.empty(*self.sinks_cut.local_shape, dtype=torch.float32)
         self._paged_attention: PagedAttention = ctx.bind("paged_attention", *((SINKS,) if spec.has_sinks else ()))
 
     def split(self, qkv_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,7 +120,3 @@ class Attention(nn.Module):
             sinks_H=self.sinks,
         )
         return out_THK.view(q_THK.shape[0], self.spec.q_size)
-
-
-def _sinks(ctx: BuildContext, num_heads: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(num_heads, dtype=torch.float32, device=ctx.device), requires_grad=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer is given while a model is being built: where it lives and which kernels it gets.
+"""What a layer is given while a model is being built: where it lives, which rank it is and which kernels it gets.
 
 Ops are bound here once and never on the launch path. Knows no op.
 """
@@ -12,14 +12,27 @@ from collections.abc import Mapping
 import torch
 
 from tokenspeed.kernels.registry import BoundKernel, Kernel, KernelContext, bind, check_overrides
+from tokenspeed.spmd.mesh import Group, GroupSizes, Mesh
+from tokenspeed.spmd.shards import WHOLE, Cut, Shards
+
+ONE_RANK = Mesh.of(GroupSizes())
 
 
 class BuildContext:
-    """Device, dtype and kernels of one model. `bindings` is the table of what was bound so far, by op and features."""
+    """Device, dtype and kernels of one rank of a model. `bindings` is the table of what was bound so far, by op and
+    features."""
 
-    def __init__(self, device: str, dtype: torch.dtype, overrides: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        overrides: Mapping[str, str] | None = None,
+        mesh: Mesh = ONE_RANK,
+        rank: int = 0,
+    ) -> None:
         self.device = device
         self.dtype = dtype
+        self.mesh, self.rank = mesh, rank
         self.kernels = KernelContext(device=device, dtype=dtype, overrides=dict(overrides or {}))
         self.bindings: dict[str, BoundKernel] = {}
         check_overrides(self.kernels.overrides)
@@ -31,6 +44,15 @@ class BuildContext:
         if key not in self.bindings:
             self.bindings[key] = bind(op, dataclasses.replace(self.kernels, features=frozenset(features)))
         return self.bindings[key].call
+
+    def size_of(self, group: Group) -> int:
+        """Ranks over which a group's weights are split."""
+        return self.mesh.size_of(self.mesh.axes_of(group))
+
+    def cut(self, name: str, shape: tuple[int, ...], shards: Shards = WHOLE) -> Cut:
+        """This rank's part of a tensor. ConfigError, naming it and sizes that would work, when it does not divide."""
+        shards.check(name, shape, self.mesh)
+        return shards.part(shape, self.mesh, self.rank)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """A parameter whose values the loader fills in, of the model's dtype unless it needs one of its own."""

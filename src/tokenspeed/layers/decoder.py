@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoder that most families are: embedding, layers of attention and feed-forward, a norm, a head.
 
-Knows how the parts join and which parts a family may leave out. Does not know configurations, and is told the names of
-checkpoint tensors as data. Dimensions as in tokenspeed.layers.
+Knows how the parts join, as ops of one graph, and which parts a family may leave out. Does not know configurations, and
+is told the names of checkpoint tensors as data. Dimensions as in tokenspeed.layers.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from tokenspeed.layers.attention import Attention, AttentionSpec, KvSpec
+from tokenspeed.layers.attention import Attention, AttentionSpec, KvSpec, from_heads, heads, kv_heads
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.embedding import Embedding, LmHead
 from tokenspeed.layers.forward_batch import ForwardBatch
 from tokenspeed.layers.linear import FusedLinear, Linear
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.rotary import RotaryEmbedding
-from tokenspeed.layers.weight_map import Names, WeightEntry, WeightMap, linear_slots, part_slots, slot, under
+from tokenspeed.layers.weight_map import Names, WeightEntry, WeightMap, fused_slots, linear_slots, slot, under
+from tokenspeed.spmd.graph import Graph, Value
+from tokenspeed.spmd.mesh import Group
+from tokenspeed.spmd.shards import WHOLE, Shards
+from tokenspeed.spmd.step import View
+
+TOKEN_IDS = "token_ids"
+"""The source of every decoder: (T,) int64."""
 
 
 class QkNorm(enum.Enum):
@@ -103,11 +110,13 @@ class DecoderNames:
 
 
 class AttentionBlock(Protocol):
-    """What a layer attends with: a torch module from (T, D) to (T, D). kv: what it keeps in the cache."""
+    """What a layer attends with: a torch module. kv: what a rank keeps in the cache."""
 
     kv: KvSpec
 
-    def __call__(self, x_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor: ...
+    def declare(self, graph: Graph, name: str, x: Value) -> Value:
+        """The ops from hidden rows to hidden rows; their maths find a ForwardBatch in the step's context."""
+        ...
 
     def weight_slots(self) -> Sequence[WeightEntry]:
         """Names relative to the block."""
@@ -115,13 +124,18 @@ class AttentionBlock(Protocol):
 
 
 class MlpBlock(Protocol):
-    """What follows attention in a layer: a torch module from (T, D) to (T, D), each token alone."""
+    """What follows attention in a layer: a torch module."""
 
-    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor: ...
+    def declare(self, graph: Graph, name: str, x: Value) -> Value:
+        """The ops from hidden rows to hidden rows, each row alone."""
+        ...
 
     def weight_slots(self) -> Sequence[WeightEntry]:
         """Names relative to the block."""
         ...
+
+
+_Exchanging = Generator[Any, Any, torch.Tensor]
 
 
 class SelfAttention(nn.Module):
@@ -138,36 +152,58 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.names = spec, names
-        self.kv = spec.attention.kv
-        q_size, kv_size = spec.attention.q_size, spec.attention.kv_size
-        self.qkv = FusedLinear(ctx, spec.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, spec.qkv_bias)
-        self.q_norm, self.k_norm = (_qk_norm(ctx, spec, size) for size in (q_size, kv_size))
+        head_dim, q_size, kv_size = spec.attention.kv.head_dim, spec.attention.q_size, spec.attention.kv_size
+        dealt = {"q": heads(head_dim), "k": kv_heads(head_dim), "v": kv_heads(head_dim)}
+        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
+        self.qkv = FusedLinear(ctx, spec.hidden_size, sizes, spec.qkv_bias, dealt)
+        self.q_norm, self.k_norm = (_qk_norm(ctx, spec, sizes[part], dealt[part]) for part in "qk")
         self.rotary = rotary
         self.attention = Attention(ctx, spec.attention, layer_index)
-        self.out = Linear(ctx, q_size, spec.hidden_size, spec.out_bias)
+        self.kv = self.attention.spec.kv
+        self.out = Linear(ctx, q_size, spec.hidden_size, spec.out_bias, from_heads(head_dim))
+        num_ranks = ctx.size_of(Group.ATTENTION)
+        self.norms_over_ranks = spec.qk_norm is QkNorm.WHOLE and num_ranks > 1
+        self.ranks_per_kv_head = max(1, num_ranks // spec.attention.kv.num_kv_heads)
 
-    def forward(self, x_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        q_THK, k_TGK, v_TGK = self.attention.split(self.qkv(x_TD))
-        q_THK, k_TGK = self._normalised(self.q_norm, q_THK), self._normalised(self.k_norm, k_TGK)
-        if self.rotary is not None:
-            self.rotary(q_THK, k_TGK, batch)
-        return self.out(self.attention(q_THK, k_TGK, v_TGK, batch))  # type: ignore[no-any-return]
+    def declare(self, graph: Graph, name: str, x: Value) -> Value:
+        run: Callable[..., object] = self._run_over_ranks if self.norms_over_ranks else self._run
+        shared = 2 if self.spec.qk_norm is QkNorm.WHOLE else 0
+        return graph.attention(name, x, width=self.spec.hidden_size, shared_widths=shared, run=run)
 
     def weight_slots(self) -> list[WeightEntry]:
         names = self.names
-        entries: list[WeightEntry] = []
-        if len(names.qkv) == 1:
-            entries += linear_slots(names.qkv[0], self.qkv)
-        else:
-            for name, part in zip(names.qkv, ("q", "k", "v"), strict=True):
-                entries += part_slots(name, self.qkv, part)
-        entries += linear_slots(names.out, self.out)
+        entries: list[WeightEntry] = [*fused_slots(names.qkv, self.qkv), *linear_slots(names.out, self.out)]
         if self.q_norm is not None and self.k_norm is not None:
-            entries.append(slot(f"{names.q_norm}.weight", self.q_norm.weight))
-            entries.append(slot(f"{names.k_norm}.weight", self.k_norm.weight))
+            entries.append(slot(f"{names.q_norm}.weight", self.q_norm.weight, self.q_norm.cut))
+            entries.append(slot(f"{names.k_norm}.weight", self.k_norm.weight, self.k_norm.cut))
         if self.attention.sinks is not None:
-            entries.append(slot(names.sinks, self.attention.sinks))
+            entries.append(slot(names.sinks, self.attention.sinks, self.attention.sinks_cut))
         return entries
+
+    def _run(self, view: View, x_TD: torch.Tensor) -> torch.Tensor:
+        q_THK, k_TGK, v_TGK = self.attention.split(self.qkv(x_TD))
+        q_THK, k_TGK = self._normalised(self.q_norm, q_THK), self._normalised(self.k_norm, k_TGK)
+        return self._attended(q_THK, k_TGK, v_TGK, view.context)
+
+    def _run_over_ranks(self, view: View, x_TD: torch.Tensor) -> _Exchanging:
+        """With q and k normalised over heads of which each rank has some. K/V heads that neighbours share are in the
+        sum once for each of them."""
+        q_THK, k_TGK, v_TGK = self.attention.split(self.qkv(x_TD))
+        assert self.q_norm is not None, "no norm of q to exchange sums for"
+        assert self.k_norm is not None, "no norm of k to exchange sums for"
+        squares_T2 = torch.stack([x.flatten(1).float().square().sum(dim=1) for x in (q_THK, k_TGK)], dim=1)
+        parts = yield view.exchange(0, [squares_T2] * view.size(Group.ATTENTION))
+        sums_T2 = torch.stack(parts).sum(dim=0)
+        q_TN = self.q_norm.apply_with(q_THK.flatten(1), sums_T2[:, :1])
+        k_TN = self.k_norm.apply_with(k_TGK.flatten(1), sums_T2[:, 1:] / self.ranks_per_kv_head)
+        return self._attended(q_TN.view(q_THK.shape), k_TN.view(k_TGK.shape), v_TGK, view.context)
+
+    def _attended(
+        self, q_THK: torch.Tensor, k_TGK: torch.Tensor, v_TGK: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        if self.rotary is not None:
+            self.rotary(q_THK, k_TGK, batch)
+        return self.out(self.attention(q_THK, k_TGK, v_TGK, batch))  # type: ignore[no-any-return]
 
     def _normalised(self, norm: RMSNorm | None, x_THK: torch.Tensor) -> torch.Tensor:
         if norm is None:
@@ -192,14 +228,14 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.after_mlp = _norm_named(ctx, spec, names.after_mlp)
 
-    def forward(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x_TD is the branch that ended last and residual_TD the stream before it, None for the first layer."""
-        x_TD, residual_TD = _joined(self.before_attention, x_TD, residual_TD)
-        x_TD = _closed(self.after_attention, self.attention(x_TD, batch))
-        x_TD, residual_TD = _joined(self.before_mlp, x_TD, residual_TD)
-        return _closed(self.after_mlp, self.mlp(x_TD)), residual_TD
+    def declare(self, graph: Graph, name: str, x: Value, residual: Value | None) -> tuple[Value, Value]:
+        """x: the branch that ended last. residual: the stream before it, None for the first layer."""
+        x, residual = _joined(graph, f"{name}.before_attention", self.before_attention, x, residual)
+        x = self.attention.declare(graph, f"{name}.attention", x)
+        x = _closed(graph, f"{name}.after_attention", self.after_attention, x)
+        x, residual = _joined(graph, f"{name}.before_mlp", self.before_mlp, x, residual)
+        x = self.mlp.declare(graph, f"{name}.mlp", x)
+        return _closed(graph, f"{name}.after_mlp", self.after_mlp, x), residual
 
     def weight_slots(self) -> list[WeightEntry]:
         """Names relative to the layer."""
@@ -227,24 +263,27 @@ class Decoder(nn.Module):
         self.embed = Embedding(ctx, spec.vocab_size, spec.hidden_size, spec.embed_scale)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(ctx, spec.hidden_size, spec.norm.eps, spec.norm.weight_offset)
-        self.head = LmHead(ctx, spec.vocab_size, spec.hidden_size, self.embed if spec.tied else None)
+        self.head = LmHead(
+            ctx, spec.vocab_size, spec.hidden_size, self.embed if spec.tied else None, spec.logit_soft_cap
+        )
         self.kv_specs = tuple(layer.attention.kv for layer in layers)
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        x_TD, residual_TD = self.embed(batch.token_ids_T), None
-        for layer in self.layers:
-            x_TD, residual_TD = layer(x_TD, residual_TD, batch)
-        return self.norm.add(x_TD, residual_TD)[0]
+    def declare(self, graph: Graph) -> Value:
+        spec = self.spec
+        ids = graph.source(TOKEN_IDS)
+        x, residual = graph.embed("embed", ids, spec.hidden_size, run=lambda _, ids_T: self.embed(ids_T)), None
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            x, residual = layer.declare(graph, f"layers.{index}", x, residual)
+        return graph.add_norm("norm", x, residual, run=_adding(self.norm))[0]
 
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        logits_SV: torch.Tensor = self.head(hidden_SD)
-        soft_cap = self.spec.logit_soft_cap
-        return logits_SV if soft_cap is None else soft_cap * torch.tanh(logits_SV / soft_cap)
+    def declare_head(self, graph: Graph, hidden: Value) -> Value:
+        return graph.head("head", hidden, self.spec.vocab_size, run=self.head.run)
 
     def weight_map(self) -> WeightMap:
         names = self.names
         entries: list[WeightEntry] = [
-            slot(f"{names.embed}.weight", self.embed.weight),
+            slot(f"{names.embed}.weight", self.embed.weight, self.embed.cut),
             slot(f"{names.norm}.weight", self.norm.weight),
         ]
         for index, layer in enumerate(self.layers):
@@ -253,29 +292,37 @@ class Decoder(nn.Module):
         head = f"{names.head}.weight"
         if self.spec.tied:
             return WeightMap(tuple(entries), (*names.ignored, head))
-        return WeightMap((*entries, slot(head, self.head.weight)), names.ignored)
+        return WeightMap((*entries, slot(head, self.head.weight, self.head.cut)), names.ignored)
 
 
-def _qk_norm(ctx: BuildContext, spec: SelfAttentionSpec, size: int) -> RMSNorm | None:
+def _qk_norm(ctx: BuildContext, spec: SelfAttentionSpec, size: int, shards: Shards) -> RMSNorm | None:
     if spec.qk_norm is QkNorm.NONE:
         return None
-    size = size if spec.qk_norm is QkNorm.WHOLE else spec.attention.kv.head_dim
-    return RMSNorm(ctx, size, spec.norm.eps, spec.norm.weight_offset)
+    if spec.qk_norm is QkNorm.HEAD:
+        size, shards = spec.attention.kv.head_dim, WHOLE
+    return RMSNorm(ctx, size, spec.norm.eps, spec.norm.weight_offset, shards)
 
 
 def _norm_named(ctx: BuildContext, spec: DecoderSpec, name: str | None) -> RMSNorm | None:
     return None if name is None else RMSNorm(ctx, spec.hidden_size, spec.norm.eps, spec.norm.weight_offset)
 
 
-def _joined(
-    norm: RMSNorm | None, x_TD: torch.Tensor, residual_TD: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined(graph: Graph, name: str, norm: RMSNorm | None, x: Value, residual: Value | None) -> tuple[Value, Value]:
     """(what the next branch reads, the stream with the last branch added)."""
     if norm is not None:
+        return graph.add_norm(name, x, residual, run=_adding(norm))
+    if residual is None:
+        return x, x
+    stream = graph.add(name, residual, x, run=lambda _, residual_TD, x_TD: residual_TD + x_TD)
+    return stream, stream
+
+
+def _adding(norm: RMSNorm) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def run(view: View, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         return norm.add(x_TD, residual_TD)
-    stream_TD = x_TD if residual_TD is None else residual_TD + x_TD
-    return stream_TD, stream_TD
+
+    return run  # type: ignore[return-value]
 
 
-def _closed(norm: RMSNorm | None, x_TD: torch.Tensor) -> torch.Tensor:
-    return x_TD if norm is None else norm(x_TD)
+def _closed(graph: Graph, name: str, norm: RMSNorm | None, x: Value) -> Value:
+    return x if norm is None else graph.norm(name, x, run=lambda _, x_TD: norm(x_TD))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step as a model sees it: tensors on the device, an argument of every layer and never a global.
+"""One step as attention sees it: tensors on the device, an argument of every layer and never a global.
 
-Shapes: T tokens of this step, R rows (sequences), B blocks of the longest row, S rows that are sampled.
+Shapes: T tokens of this step, R rows (sequences), B blocks of the longest row.
 """
 
 from __future__ import annotations
@@ -39,18 +39,17 @@ class GroupTables:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Rows are ragged: row r owns tokens query_start[r] : query_start[r + 1].
+    """Rows are ragged: row r owns tokens query_start[r] : query_start[r + 1]. With data-parallel attention they are
+    those of this rank's partition.
 
-    token_ids_T, positions_T: int64. query_start: (R + 1,) int32. seq_lens_R: (R,) int32, tokens of the row in the cache
-    after this step's write (context_len + query_len). sample_index_S: (S,) int64, indices into T whose hidden states
-    become logits. groups: tables by KvLayer.group. kv_layers: an entry for each attention layer.
+    positions_T: int64. query_start: (R + 1,) int32. seq_lens_R: (R,) int32, tokens of the row in the cache after this
+    step's write (context_len + query_len). groups: tables by KvLayer.group. kv_layers: an entry for each attention
+    layer.
     """
 
-    token_ids_T: torch.Tensor
     positions_T: torch.Tensor
     query_start: torch.Tensor
     seq_lens_R: torch.Tensor
-    sample_index_S: torch.Tensor
     max_query_len: int
     max_seq_len: int
     groups: tuple[GroupTables, ...]

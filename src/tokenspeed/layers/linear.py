@@ -1,45 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense projections, alone or several fused into one matrix product. Knows no checkpoint names."""
+"""Dense projections, alone or several fused into one matrix product, and the parts of them that a rank has. Knows no
+checkpoint names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from tokenspeed.kernels.ops.linear import Linear as LinearOp
 from tokenspeed.layers.build import BuildContext
+from tokenspeed.spmd.shards import WHOLE, Cut, Shards
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One projection: a view of the weight rows and bias entries that this rank has, and which of the whole they
+    are."""
+
+    weight: torch.Tensor
+    cut: Cut
+    bias: torch.Tensor | None = None
+    bias_cut: Cut | None = None
 
 
 class Linear(nn.Module):
-    """(T, in_features) -> (T, out_features)."""
+    """(T, in_features) -> (T, out_features), sizes over all ranks. shards: how the matrix (out, in) is dealt; where its
+    inputs are, a rank takes its own and gives addends."""
 
-    def __init__(self, ctx: BuildContext, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        ctx: BuildContext,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        shards: Shards = WHOLE,
+    ) -> None:
         super().__init__()
-        self.weight = ctx.empty(out_features, in_features)
-        self.bias = ctx.empty(out_features) if bias else None
+        cut = ctx.cut("projection", (out_features, in_features), shards)
+        bias_cut = ctx.cut("bias", (out_features,), shards.beside()) if bias else None
+        self.weight = ctx.empty(*cut.local_shape)
+        self.bias = None if bias_cut is None else ctx.empty(*bias_cut.local_shape)
+        self.whole = Part(self.weight.data, cut, None if self.bias is None else self.bias.data, bias_cut)
         self._linear: LinearOp = ctx.bind("linear")
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self._linear(x_TD, self.weight, self.bias)
 
 
-class FusedLinear(Linear):
+class FusedLinear(nn.Module):
     """Several projections of one input as one matrix, their outputs side by side in the order of `parts`.
 
-    parts: name -> number of outputs.
+    parts: name -> number of outputs over all ranks. shards: how each is dealt; every rank has a run of each.
     """
 
-    def __init__(self, ctx: BuildContext, in_features: int, parts: Mapping[str, int], bias: bool = False) -> None:
-        super().__init__(ctx, in_features, sum(parts.values()), bias)
-        self.parts: dict[str, slice] = {}
+    def __init__(
+        self,
+        ctx: BuildContext,
+        in_features: int,
+        parts: Mapping[str, int],
+        bias: bool = False,
+        shards: Mapping[str, Shards] | None = None,
+    ) -> None:
+        super().__init__()
+        self.parts: dict[str, Part] = {}
+        dealt = {name: (shards or {}).get(name, WHOLE) for name in parts}
+        cuts = {name: ctx.cut(name, (size, in_features), dealt[name]) for name, size in parts.items()}
+        num_rows = sum(cut.local_shape[0] for cut in cuts.values())
+        self.weight = ctx.empty(num_rows, in_features)
+        self.bias = ctx.empty(num_rows) if bias else None
         start = 0
-        for name, size in parts.items():
-            self.parts[name] = slice(start, start + size)
-            start += size
+        for name, cut in cuts.items():
+            rows = slice(start, start + cut.local_shape[0])
+            bias_cut = ctx.cut(name, (parts[name],), dealt[name].beside()) if bias else None
+            bias_rows = None if self.bias is None else self.bias.data[rows]
+            self.parts[name] = Part(self.weight.data[rows], cut, bias_rows, bias_cut)
+            start = rows.stop
+        self._linear: LinearOp = ctx.bind("linear")
 
-    def part(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Views of the weight rows and bias entries of one projection, for the loader to fill."""
-        rows = self.parts[name]
-        return self.weight.data[rows], None if self.bias is None else self.bias.data[rows]
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self._linear(x_TD, self.weight, self.bias)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (arXiv:2405.04434): a token keeps one latent and one turned key that all heads share.
 
-Knows neither the family nor what a checkpoint calls anything.
+Every rank has the projections to latents and the pages of latents whole; ranks share out the heads. Knows neither the
+family nor what a checkpoint calls anything.
 Dimensions beside those of tokenspeed.layers: C latent, N and E of a head that meet the latent and the turned key.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +16,16 @@ from torch import nn
 
 from tokenspeed.kernels.ops.kv_write import KvWrite
 from tokenspeed.kernels.ops.mla_attention import MlaAttention
-from tokenspeed.layers.attention import KvSpec
+from tokenspeed.layers.attention import KvSpec, from_heads, heads
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.forward_batch import ForwardBatch
 from tokenspeed.layers.linear import Linear
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.rotary import RotaryEmbedding
 from tokenspeed.layers.weight_map import WeightEntry, linear_slots, slot
+from tokenspeed.spmd.graph import Graph, Value
+from tokenspeed.spmd.mesh import Group
+from tokenspeed.spmd.step import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,10 @@ class MlaSpec:
     def head_dim(self) -> int:
         return self.nope_dim + self.rope_dim
 
+    def of_one(self, num_ranks: int) -> MlaSpec:
+        """The geometry on one of so many ranks."""
+        return dataclasses.replace(self, num_heads=self.num_heads // num_ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class MlaNames:
@@ -68,9 +77,11 @@ class LatentAttention(nn.Module):
 
     def __init__(self, ctx: BuildContext, spec: MlaSpec, layer_index: int) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec = spec.of_one(ctx.size_of(Group.ATTENTION))
         self.layer_index = layer_index
-        self.weight = ctx.empty(spec.num_heads * (spec.nope_dim + spec.value_dim), spec.latent_dim)
+        unit = spec.nope_dim + spec.value_dim
+        self.cut = ctx.cut("latents", (spec.num_heads * unit, spec.latent_dim), heads(unit))
+        self.weight = ctx.empty(*self.cut.local_shape)
         self._kv_write: KvWrite = ctx.bind("kv_write")
         self._mla_attention: MlaAttention = ctx.bind("mla_attention")
 
@@ -118,21 +129,44 @@ class Mla(nn.Module):
         if spec.q_rank is not None:
             self.q_a = Linear(ctx, hidden_size, spec.q_rank, spec.bias)
             self.q_norm = RMSNorm(ctx, spec.q_rank, spec.eps)
-        self.q = Linear(ctx, spec.q_rank or hidden_size, spec.num_heads * spec.head_dim)
+        q_size = spec.num_heads * spec.head_dim
+        self.q = Linear(ctx, spec.q_rank or hidden_size, q_size, shards=heads(spec.head_dim))
         self.kv_a = Linear(ctx, hidden_size, spec.latent_dim + spec.rope_dim, spec.bias)
         self.kv_norm = RMSNorm(ctx, spec.latent_dim, spec.eps)
         self.rotary = rotary
         self.attention = LatentAttention(ctx, spec, layer_index)
-        self.out = Linear(ctx, spec.num_heads * spec.value_dim, hidden_size, spec.bias)
+        value_size = spec.num_heads * spec.value_dim
+        self.out = Linear(ctx, value_size, hidden_size, spec.bias, from_heads(spec.value_dim))
 
-    def forward(self, x_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def declare(self, graph: Graph, name: str, x: Value) -> Value:
         spec = self.spec
-        q_from_TD = x_TD if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x_TD))
-        q_THK = self.q(q_from_TD).view(x_TD.shape[0], spec.num_heads, spec.head_dim)
+        kept = (spec.latent_dim, spec.rope_dim)
+        if self.q_a is None:
+            latent, turned = graph.latents(f"{name}.latents", x, kept, run=lambda _, x_TD: self._kept(x_TD))
+            q_from = x
+        else:
+            q_from, latent, turned = graph.latents(
+                f"{name}.latents", x, (self.q_a.whole.cut.shape[0], *kept), run=lambda _, x_TD: self._latents(x_TD)
+            )
+        return graph.attention(name, q_from, latent, turned, width=x.width, run=self._attend)
+
+    def _latents(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert self.q_a is not None, "queries have no latent"
+        assert self.q_norm is not None, "the latent of queries has no norm"
+        return self.q_norm(self.q_a(x_TD)), *self._kept(x_TD)
+
+    def _kept(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kv_TX = self.kv_a(x_TD)
-        latent_TC, turned_T1E = kv_TX[:, : spec.latent_dim], kv_TX[:, None, spec.latent_dim :]
+        return self.kv_norm(kv_TX[:, : self.spec.latent_dim]), kv_TX[:, self.spec.latent_dim :]
+
+    def _attend(
+        self, view: View, q_from_TD: torch.Tensor, latent_TC: torch.Tensor, turned_TE: torch.Tensor
+    ) -> torch.Tensor:
+        spec, batch = self.attention.spec, view.context
+        q_THK = self.q(q_from_TD).view(len(q_from_TD), spec.num_heads, spec.head_dim)
+        turned_T1E = turned_TE.unsqueeze(1)
         self.rotary(q_THK[..., spec.nope_dim :], turned_T1E, batch)
-        return self.out(self.attention(q_THK, self.kv_norm(latent_TC), turned_T1E, batch))  # type: ignore[no-any-return]
+        return self.out(self.attention(q_THK, latent_TC, turned_T1E, batch))  # type: ignore[no-any-return]
 
     def weight_slots(self) -> list[WeightEntry]:
         """Names relative to the block."""
@@ -143,5 +177,5 @@ class Mla(nn.Module):
         entries += linear_slots(names.q if self.q_a is None else names.q_b, self.q)
         entries += linear_slots(names.kv_a, self.kv_a)
         entries.append(slot(f"{names.kv_norm}.weight", self.kv_norm.weight))
-        entries.append(slot(f"{names.kv_b}.weight", self.attention.weight))
+        entries.append(slot(f"{names.kv_b}.weight", self.attention.weight, self.attention.cut))
         return entries + linear_slots(names.out, self.out)

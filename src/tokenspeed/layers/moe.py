@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts: a router that chooses some experts for each token, the experts, and one that all tokens share.
 
-Knows the ways to route. Does not know which family routes how, nor what a checkpoint calls anything.
+Ranks share out the experts, the inner width of each, or both. Knows the ways to route. Does not know which family
+routes how, nor what a checkpoint calls anything.
 Dimensions beside those of tokenspeed.layers: E experts, C experts chosen for a token, M pairs of a token and an expert.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +21,11 @@ from tokenspeed.layers.activation import Activation, GatedMLP, activate_with, ev
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.linear import Linear
 from tokenspeed.layers.weight_map import Names, WeightChoice, WeightEntry, WeightSlot, linear_slots, slot
+from tokenspeed.spmd import shards
+from tokenspeed.spmd.graph import Graph, Value
+from tokenspeed.spmd.mesh import Group
+from tokenspeed.spmd.shards import Cut
+from tokenspeed.spmd.step import View
 
 _SUM_FLOOR = 1e-20
 
@@ -129,7 +137,7 @@ def route(
 
 
 class Router(nn.Module):
-    """(T, D) -> (experts_TC int64, weights_TC float32)."""
+    """(T, D) -> (T, E) float32 logits; `choose` turns them into experts."""
 
     def __init__(self, ctx: BuildContext, hidden_size: int, spec: RouterSpec) -> None:
         super().__init__()
@@ -140,38 +148,64 @@ class Router(nn.Module):
         self.correction = ctx.empty(spec.num_experts, dtype=torch.float32) if spec.correction else None
         self._linear: LinearOp = ctx.bind("linear")
 
-    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return route(self.spec, self._linear(x_TD, self.weight, self.bias, torch.float32), self.correction)
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self._linear(x_TD, self.weight, self.bias, torch.float32)
+
+    def choose(self, logits_TE: torch.Tensor) -> Routing:
+        """The experts of each token."""
+        return Routing(*route(self.spec, logits_TE, self.correction))
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """experts_TC: int64, numbered over all ranks. weights_TC: float32."""
+
+    experts_TC: torch.Tensor
+    weights_TC: torch.Tensor
+
+    def taken(self, rows_N: torch.Tensor) -> Routing:
+        """Of some of the tokens."""
+        return Routing(self.experts_TC[rows_N], self.weights_TC[rows_N])
 
 
 class Experts(nn.Module):
-    """The blocks of all experts, their weights stacked: gate_up (E, 2 F, D), down (E, D, F)."""
+    """The blocks of this rank's experts, their weights stacked: gate_up (E, 2 F, D), down (E, D, F)."""
 
     def __init__(self, ctx: BuildContext, hidden_size: int, spec: ExpertsSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.gate_up = ctx.empty(spec.num_experts, 2 * spec.ff_size, hidden_size)
-        self.gate_up_bias = ctx.empty(spec.num_experts, 2 * spec.ff_size) if spec.bias else None
-        self.down = ctx.empty(spec.num_experts, hidden_size, spec.ff_size)
-        self.down_bias = ctx.empty(spec.num_experts, hidden_size) if spec.bias else None
+        num_experts, ff_size = spec.num_experts, spec.ff_size
+        inner = 1
+        self.gate_cut = ctx.cut("experts", (num_experts, ff_size, hidden_size), shards.stacked(inner))
+        self.down_cut = ctx.cut("experts", (num_experts, hidden_size, ff_size), shards.stacked(inner + 1))
+        self.gate_bias_cut = ctx.cut("experts", (num_experts, ff_size), shards.stacked(inner).beside(3))
+        self.down_bias_cut = ctx.cut("experts", (num_experts, hidden_size), shards.stacked(inner + 1).beside(3))
+        self.num_local, self.local_ff_size, _ = self.gate_cut.local_shape
+        self.first = self.gate_cut.index[0].start
+        self.gate_up = ctx.empty(self.num_local, 2 * self.local_ff_size, hidden_size)
+        self.gate_up_bias = ctx.empty(self.num_local, 2 * self.local_ff_size) if spec.bias else None
+        self.down = ctx.empty(*self.down_cut.local_shape)
+        self.down_bias = ctx.empty(*self.down_bias_cut.local_shape) if spec.bias else None
         self._activate = activate_with(ctx, spec.activation)
         self._linear: LinearOp = ctx.bind("linear")
 
-    def forward(self, x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor) -> torch.Tensor:
-        """(T, D): the chosen experts' outputs, weighted and added in float32, rounded once. Tokens are sorted by
-        expert, so that an expert with tokens costs one product a projection and one without costs nothing."""
-        num_tokens, num_chosen = experts_TC.shape
-        experts_M = experts_TC.reshape(-1)
+    def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """(T, D): the chosen experts' outputs, weighted and added in float32, rounded once; experts of other ranks add
+        nothing. Tokens are sorted by expert, so that an expert with tokens costs one product a projection and one
+        without costs nothing."""
+        num_tokens, num_chosen = routing.experts_TC.shape
+        experts_M = routing.experts_TC.reshape(-1)
         order_M = experts_M.argsort(stable=True)
         counts: list[int] = experts_M.bincount(minlength=self.spec.num_experts).tolist()
-        sorted_MD = x_TD[order_M // num_chosen]
-        out_MD = torch.empty_like(sorted_MD)
-        start = 0
-        for expert, count in enumerate(counts):
+        start = sum(counts[: self.first])
+        has_all = self.num_local == self.spec.num_experts
+        out_MD = x_TD.new_empty(len(order_M), x_TD.shape[1]) if has_all else x_TD.new_zeros(len(order_M), x_TD.shape[1])
+        for expert, count in enumerate(counts[self.first : self.first + self.num_local]):
             if count:
-                out_MD[order_M[start : start + count]] = self._expert(expert, sorted_MD[start : start + count])
+                pairs = order_M[start : start + count]
+                out_MD[pairs] = self._expert(expert, x_TD[pairs // num_chosen])
                 start += count
-        weighted_TCD = out_MD.view(num_tokens, num_chosen, x_TD.shape[1]).float() * weights_TC[:, :, None]
+        weighted_TCD = out_MD.view(num_tokens, num_chosen, x_TD.shape[1]).float() * routing.weights_TC[:, :, None]
         return weighted_TCD.sum(dim=1).to(x_TD.dtype)
 
     def weight_slots(self, names: MoeNames) -> list[WeightEntry]:
@@ -190,33 +224,62 @@ class Experts(nn.Module):
         return self._linear(hidden_MF, self.down[expert], down_bias)
 
     def _each_slots(self, names: tuple[str, str, str]) -> list[WeightSlot]:
-        gate, up = gate_and_up_rows(self.spec.activation, self.spec.ff_size)
-        whole = slice(None)
+        gate, up = gate_and_up_rows(self.spec.activation, self.local_ff_size)
         parts = (
-            (self.gate_up, self.gate_up_bias, gate),
-            (self.gate_up, self.gate_up_bias, up),
-            (self.down, self.down_bias, whole),
+            (self.gate_up, self.gate_cut, self.gate_up_bias, self.gate_bias_cut, gate),
+            (self.gate_up, self.gate_cut, self.gate_up_bias, self.gate_bias_cut, up),
+            (self.down, self.down_cut, self.down_bias, self.down_bias_cut, slice(None)),
         )
         slots = []
         for expert in range(self.spec.num_experts):
-            for name, (weight, bias, rows) in zip(names, parts, strict=True):
-                slots.append(slot(f"{name.format(expert)}.weight", weight[expert, rows]))
+            for name, (weight, cut, bias, bias_cut, rows) in zip(names, parts, strict=True):
+                slots.append(self._of_expert(f"{name.format(expert)}.weight", weight, cut, (expert, rows)))
                 if bias is not None:
-                    slots.append(slot(f"{name.format(expert)}.bias", bias[expert, rows]))
+                    slots.append(self._of_expert(f"{name.format(expert)}.bias", bias, bias_cut, (expert, rows)))
         return slots
 
+    def _of_expert(self, name: str, stack: torch.Tensor, cut: Cut, which: tuple[int, slice]) -> WeightSlot:
+        """The slot of one expert's tensor, empty where another rank has the expert."""
+        expert, rows = which
+        if self.first <= expert < self.first + self.num_local:
+            return slot(name, stack.data[expert - self.first, rows], cut.at(0, expert))
+        return slot(name, stack.data[:0], Cut.nothing(cut.shape[1:]))
+
     def _stacked_slots(self, names: tuple[str, str], transposed: bool) -> list[WeightSlot]:
-        slots = []
-        parts = ((self.gate_up, self.gate_up_bias), (self.down, self.down_bias))
-        for name, (weight, bias) in zip(names, parts, strict=True):
-            slots.append(slot(name, weight.transpose(1, 2) if transposed else weight))
-            if bias is not None:
-                slots.append(slot(f"{name}_bias", bias))
+        """A tensor for all experts; gate and up are in one, as the activation reads them."""
+        gate_up, down = names
+        rows = gate_and_up_rows(self.spec.activation, self.local_ff_size)
+        in_whole = gate_and_up_rows(self.spec.activation, self.spec.ff_size)
+        gate_ups = list(zip(rows, in_whole, strict=True))
+        slots = [
+            _stacked(gate_up, self.gate_up.data[:, local], _widened(self.gate_cut, whole), transposed)
+            for local, whole in gate_ups
+        ]
+        slots.append(_stacked(down, self.down.data, self.down_cut, transposed))
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            slots += [
+                slot(f"{gate_up}_bias", self.gate_up_bias.data[:, local], _widened(self.gate_bias_cut, whole))
+                for local, whole in gate_ups
+            ]
+            slots.append(slot(f"{down}_bias", self.down_bias, self.down_bias_cut))
         return slots
+
+
+def _stacked(name: str, target: torch.Tensor, cut: Cut, transposed: bool) -> WeightSlot:
+    return slot(name, target.transpose(1, 2), cut.transposed()) if transposed else slot(name, target, cut)
+
+
+def _widened(cut: Cut, rows: slice) -> Cut:
+    """The cut of gate or up, in the tensor that has both along dimension 1 and these of its rows."""
+    old, step = cut.index[1], rows.step or 1
+    first = (rows.start or 0) + old.start * step
+    shape, index = list(cut.shape), list(cut.index)
+    shape[1], index[1] = 2 * cut.shape[1], slice(first, first + (old.stop - old.start) * step, step)
+    return Cut(tuple(shape), tuple(index), cut.has_values)
 
 
 class MoE(nn.Module):
-    """(T, D) -> (T, D), in the place of a feed-forward block."""
+    """In the place of a feed-forward block."""
 
     def __init__(self, ctx: BuildContext, hidden_size: int, spec: MoeSpec, *, names: MoeNames) -> None:
         super().__init__()
@@ -230,12 +293,17 @@ class MoE(nn.Module):
             self.shared = GatedMLP(ctx, hidden_size, shared.ff_size, shared.activation, names=names.shared)
             self.shared_gate = Linear(ctx, hidden_size, 1) if shared.gated else None
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        out_TD: torch.Tensor = self.experts(x_TD, *self.router(x_TD))
+    def declare(self, graph: Graph, name: str, x: Value) -> Value:
+        """Routed experts and what all tokens share are addends of one sum."""
+        spec = self.router.spec
+        logits = graph.router(
+            f"{name}.router", x, spec.num_experts, bias=spec.bias, run=lambda _, x_TD: self.router(x_TD)
+        )
+        routed = graph.experts(f"{name}.experts", x, logits, spec.top_k, run=self._run_experts)
         if self.shared is None:
-            return out_TD
-        shared_TD: torch.Tensor = self.shared(x_TD)
-        return out_TD + (shared_TD if self.shared_gate is None else even_sigmoid(self.shared_gate(x_TD)) * shared_TD)
+            return routed
+        shared = graph.feed_forward(f"{name}.shared", x, run=lambda _, x_TD: self._run_shared(x_TD))
+        return graph.add(f"{name}.sum", routed, shared, run=lambda _, one_TD, other_TD: one_TD + other_TD)
 
     def weight_slots(self) -> list[WeightEntry]:
         """Names relative to the layer."""
@@ -244,13 +312,50 @@ class MoE(nn.Module):
         if router.bias is not None:
             entries.append(_any_of(names.router, "bias", router.bias))
         if router.correction is not None:
-            entries.append(WeightSlot(names.correction, router.correction.data))
+            correction = router.correction.data
+            entries.append(WeightSlot(names.correction, correction, Cut.whole(correction.shape)))
         entries += self.experts.weight_slots(names)
         if self.shared is not None:
             entries += self.shared.weight_slots()
         if self.shared_gate is not None:
             entries += linear_slots(names.shared_gate, self.shared_gate)
         return entries
+
+    def _run_shared(self, x_TD: torch.Tensor) -> torch.Tensor:
+        assert self.shared is not None, "nothing is shared"
+        shared_TD: torch.Tensor = self.shared(x_TD)
+        return shared_TD if self.shared_gate is None else even_sigmoid(self.shared_gate(x_TD)) * shared_TD
+
+    def _run_experts(
+        self, view: View, x_TD: torch.Tensor, logits_TE: torch.Tensor
+    ) -> torch.Tensor | Generator[Any, Any, torch.Tensor]:
+        routing = self.router.choose(logits_TE)
+        if view.exchanges():
+            return self._travelling(view, x_TD, routing)
+        return self.experts(x_TD, routing)  # type: ignore[no-any-return]
+
+    def _travelling(self, view: View, x_TD: torch.Tensor, routing: Routing) -> Generator[Any, Any, torch.Tensor]:
+        """Rows go to the ranks of their experts, each rank's once, and their sums come back."""
+        owner_TC = routing.experts_TC // self.experts.num_local
+        rows = [(owner_TC == member).any(dim=1).nonzero()[:, 0] for member in range(view.size(Group.EP))]
+        arrived = yield view.exchange(0, [_packed(x_TD[each], routing.taken(each)) for each in rows])
+        done_ND: torch.Tensor = self.experts(*_unpacked(torch.cat(arrived), x_TD.shape[1]))
+        returned = yield view.exchange(1, torch.split(done_ND, [len(each) for each in arrived]))
+        out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+        for each, back_ND in zip(rows, returned, strict=True):
+            out_TD.index_add_(0, each, back_ND.float())
+        return out_TD.to(x_TD.dtype)
+
+
+def _packed(x_ND: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Rows and their routing as one tensor of the rows' dtype, bits unchanged."""
+    routed = torch.cat((routing.experts_TC.int(), routing.weights_TC.view(torch.int32)), dim=1)
+    return torch.cat((x_ND, routed.view(x_ND.dtype)), dim=1)
+
+
+def _unpacked(packed: torch.Tensor, width: int) -> tuple[torch.Tensor, Routing]:
+    experts_NC, weights_NC = packed[:, width:].contiguous().view(torch.int32).chunk(2, dim=1)
+    return packed[:, :width].contiguous(), Routing(experts_NC.long(), weights_NC.contiguous().view(torch.float32))
 
 
 def _scores(scoring: Scoring, logits_TE: torch.Tensor) -> torch.Tensor:
@@ -269,4 +374,5 @@ def _within_best_groups(groups: GroupLimit, ranking_TE: torch.Tensor) -> torch.T
 
 
 def _any_of(modules: Names, tensor: str, target: torch.Tensor) -> WeightSlot:
-    return WeightSlot(tuple(f"{module}.{tensor}" for module in modules), target.data)
+    names = tuple(f"{module}.{tensor}" for module in modules)
+    return WeightSlot(names, target.data, Cut.whole(target.shape))

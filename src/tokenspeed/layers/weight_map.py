@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenspeed.layers.linear import FusedLinear, Linear
+from tokenspeed.layers.linear import FusedLinear, Linear, Part
+from tokenspeed.spmd.shards import Cut
 
 Names = tuple[str, ...]
 
@@ -21,15 +22,24 @@ Names = tuple[str, ...]
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
     """Where one checkpoint tensor goes. names: the first that the checkpoint has is read. target: a view of a
-    parameter (fused parameters have a slot for each part), of exactly the checkpoint tensor's shape."""
+    parameter (fused parameters have a slot for each part). cut: which part of the checkpoint tensor fills it; several
+    slots may read parts of one tensor, and one of which this rank has nothing has an empty target."""
 
     names: Names
     target: torch.Tensor
+    cut: Cut
 
     @property
     def name(self) -> str:
         """The usual name, for messages."""
         return self.names[0]
+
+    def fill(self, whole: torch.Tensor) -> None:
+        """Take the part of a checkpoint tensor."""
+        if self.cut.has_values:
+            self.target.copy_(whole[self.cut.index])
+        else:
+            self.target.zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +84,35 @@ class WeightMap:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
-def slot(name: str, target: torch.Tensor) -> WeightSlot:
-    """A slot with one name."""
-    return WeightSlot((name,), target.data)
+def slot(name: str, target: torch.Tensor, cut: Cut | None = None) -> WeightSlot:
+    """A slot with one name. cut: None reads a whole tensor of the target's shape."""
+    return WeightSlot((name,), target.data, Cut.whole(target.shape) if cut is None else cut)
+
+
+def part_slots(prefix: str, part: Part) -> list[WeightSlot]:
+    """`prefix`.weight and, where the projection has one, `prefix`.bias."""
+    slots = [slot(f"{prefix}.weight", part.weight, part.cut)]
+    if part.bias is not None:
+        slots.append(slot(f"{prefix}.bias", part.bias, part.bias_cut))
+    return slots
 
 
 def linear_slots(prefix: str, linear: Linear) -> list[WeightSlot]:
-    """`prefix`.weight and, where the layer has one, `prefix`.bias."""
-    slots = [slot(f"{prefix}.weight", linear.weight)]
-    return slots if linear.bias is None else [*slots, slot(f"{prefix}.bias", linear.bias)]
+    """As part_slots, of a projection that is alone."""
+    return part_slots(prefix, linear.whole)
 
 
-def part_slots(prefix: str, fused: FusedLinear, part: str) -> list[WeightSlot]:
-    """As linear_slots, for one part of a fused layer."""
-    weight, bias = fused.part(part)
-    slots = [slot(f"{prefix}.weight", weight)]
-    return slots if bias is None else [*slots, slot(f"{prefix}.bias", bias)]
+def fused_slots(names: Names, fused: FusedLinear) -> list[WeightSlot]:
+    """The slots of all parts, whose module names these are; one name is that of a module which is as fused."""
+    if len(names) == len(fused.parts):
+        return [each for name, part in zip(names, fused.parts.values(), strict=True) for each in part_slots(name, part)]
+    (name,) = names
+    size, start, slots = sum(part.cut.shape[0] for part in fused.parts.values()), 0, []
+    for part in fused.parts.values():
+        bias_cut = None if part.bias_cut is None else part.bias_cut.within(0, start, size)
+        slots += part_slots(name, Part(part.weight, part.cut.within(0, start, size), part.bias, bias_cut))
+        start += part.cut.shape[0]
+    return slots
 
 
 def under(prefix: str | Names, entries: Iterable[WeightEntry]) -> list[WeightEntry]:
@@ -102,7 +125,7 @@ def renamed(entries: Iterable[WeightEntry], rename: Callable[[Names], Names]) ->
     """The entries with other names."""
 
     def anew(old: WeightSlot) -> WeightSlot:
-        return WeightSlot(rename(old.names), old.target)
+        return WeightSlot(rename(old.names), old.target, old.cut)
 
     return [
         anew(entry)

@@ -21,23 +21,13 @@ from tokenspeed.core.errors import CheckpointError, UnsupportedModelError
 from tokenspeed.layers.attention import AttentionSpec, KvSpec
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.decoder import AttentionNames, DecoderNames, DecoderSpec, LayerNames, NormSpec
-from tokenspeed.layers.forward_batch import ForwardBatch
 from tokenspeed.layers.mla import MlaNames, MlaSpec
 from tokenspeed.layers.moe import ExpertsSpec, MoeNames, MoeSpec, RouterSpec, SharedSpec
 from tokenspeed.layers.rotary import LinearScaling, RotarySpec, WavelengthScaling, YarnScaling, yarn_temperature
-from tokenspeed.layers.weight_map import (
-    Names,
-    WeightEntry,
-    WeightMap,
-    WeightSlot,
-    linear_slots,
-    part_slots,
-    renamed,
-    slot,
-    under,
-)
+from tokenspeed.layers.weight_map import Names, WeightMap, WeightSlot, renamed
+from tokenspeed.spmd.graph import Graph, Value
 
-__all__ = ["WeightEntry", "WeightMap", "WeightSlot", "linear_slots", "part_slots", "slot", "under"]
+__all__ = ["WeightMap", "WeightSlot"]
 
 Config = Mapping[str, object]
 
@@ -72,18 +62,20 @@ DECODER_NAMES = DecoderNames(
 
 
 class CausalLM(Protocol):
-    """A built model; its classes are torch modules. kv_specs: one entry for each of ForwardBatch.kv_layers."""
+    """A built model, or a rank's part of one; its classes are torch modules. kv_specs: what a rank keeps, one entry for
+    each of ForwardBatch.kv_layers."""
 
     kv_specs: tuple[KvSpec, ...]
     max_model_len: int
     vocab_size: int
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states (T, D) after the last norm."""
+    def declare(self, graph: Graph) -> Value:
+        """Add the model's ops to a graph, from its source "token_ids" to the hidden states after the last norm. Their
+        maths find a ForwardBatch in the step's context."""
         ...
 
-    def compute_logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """(S, V) float32."""
+    def declare_head(self, graph: Graph, hidden: Value) -> Value:
+        """Add what turns hidden states into logits, (S, V) float32."""
         ...
 
     def weight_map(self) -> WeightMap:

@@ -8,7 +8,7 @@ layout, no mesh and no maths.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tokenspeed.spmd import declare
@@ -112,9 +112,7 @@ class Graph:
         placement = declare.projection(x.width, width, bias=bias, itemsize=self.itemsize)
         return self.op(name, placement, x, widths=(width,), run=run)[0]
 
-    def attention(
-        self, name: str, *ins: Value, width: int, shared_widths: int = 0, run: Run | None = None
-    ) -> Value:
+    def attention(self, name: str, *ins: Value, width: int, shared_widths: int = 0, run: Run | None = None) -> Value:
         """From hidden rows, or from latents, to the output projection. shared_widths: see declare.attention."""
         return self.op(name, declare.attention(shared_widths), *ins, widths=(width,), run=run)[0]
 
@@ -126,6 +124,12 @@ class Graph:
     def feed_forward(self, name: str, x: Value, over: Group = Group.DENSE, *, run: Run | None = None) -> Value:
         """A feed-forward block whose inner width is split over a group."""
         return self.op(name, declare.split(over), x, widths=(x.width,), run=run)[0]
+
+    def router(self, name: str, x: Value, num_experts: int, *, bias: bool = False, run: Run | None = None) -> Value:
+        """Scores of experts, a small projection in a number format of its own: ranks without rows enter it too, so that
+        what they exchange has the same format."""
+        placement = declare.projection(x.width, num_experts, bias=bias, itemsize=self.itemsize)
+        return self.op(name, replace(placement, idle_ok=False), x, widths=(num_experts,), run=run)[0]
 
     def experts(
         self, name: str, x: Value, scores: Value, top_k: int, *, all_to_all: bool = True, run: Run | None = None

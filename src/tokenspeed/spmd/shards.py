@@ -56,7 +56,7 @@ class Cut:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the part."""
-        return tuple(part.stop - part.start for part in self.index)
+        return tuple(len(range(part.start, part.stop, part.step or 1)) for part in self.index)
 
     def within(self, dim: int, start: int, size: int) -> Cut:
         """The same part of a larger tensor, which has `size` elements along dim and the whole from `start` on."""

@@ -11,10 +11,11 @@ import torch
 
 from tokenspeed.core.plan import CacheGroup, GroupKind, RowKind, StepPlan
 from tokenspeed.execution import kv_cache
-from tokenspeed.execution.input_buffers import InputBuffers
+from tokenspeed.execution.input_buffers import InputBuffers, Seats
 from tokenspeed.execution.kv_cache import PoolSize
 from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.decoder import TOKEN_IDS
 
 FULL = CacheGroup(GroupKind.FULL, block_size=4, num_blocks=60)
 WINDOW = CacheGroup(GroupKind.WINDOW, block_size=4, num_blocks=20, window=9)
@@ -24,7 +25,7 @@ SEATS = 5
 
 @pytest.fixture
 def buffers() -> InputBuffers:
-    return InputBuffers(SIZE, SEATS, (), torch.device("cpu"))
+    return InputBuffers(SIZE, Seats(SEATS), (), torch.device("cpu"))
 
 
 def test_tables_that_follow_deltas_equal_rebuilt_ones(buffers: InputBuffers, tools: Any) -> None:
@@ -59,7 +60,7 @@ def test_a_mixed_batch_equals_a_plain_loop(buffers: InputBuffers, tools: Any) ->
     )
     buffers.apply(first)
     inputs = buffers.build(first)
-    assert inputs.batch.sample_index_S.tolist() == [8, 12]
+    assert inputs.step.sampled.tolist() == [8, 12]
     buffers.commit(inputs, np.array([70, 71], dtype=np.int32))
     # The plan's context_len of a decode row is a lower bound: the device's own length counts.
     rows = [
@@ -71,31 +72,31 @@ def test_a_mixed_batch_equals_a_plain_loop(buffers: InputBuffers, tools: Any) ->
     plan = tools.make_plan(1, rows, [20, 21, 22, 23, 24, 25, 30, 31, 32])
     buffers.apply(plan)
     inputs = buffers.build(plan)
-    batch = inputs.batch
+    batch, token_ids_T = inputs.step.context, inputs.step.sources[TOKEN_IDS]
     context_lens = [4, 9, 5, 0]
     positions = [
         (seat, context + offset)
         for (seat, _, _, query), context in zip(rows, context_lens, strict=True)
         for offset in range(query)
     ]
-    assert batch.token_ids_T.tolist() == [71, 70, 20, 21, 22, 23, 24, 25, 30, 31, 32]
+    assert token_ids_T.tolist() == [71, 70, 20, 21, 22, 23, 24, 25, 30, 31, 32]
     assert batch.positions_T.tolist() == [position for _, position in positions]
     assert batch.groups[0].slot_mapping_T.tolist() == [table[s, p // 4] * 4 + p % 4 for s, p in positions]
     assert batch.query_start.tolist() == [0, 1, 2, 8, 11]
     assert batch.seq_lens_R.tolist() == [5, 10, 11, 3]
     assert batch.groups[0].block_tables_RB.tolist() == [[table[row[0], index] for index in range(3)] for row in rows]
-    assert batch.sample_index_S.tolist() == [0, 1, 10]
+    assert inputs.step.sampled.tolist() == [0, 1, 10]
     assert (batch.max_query_len, batch.max_seq_len) == (6, 11)
     assert inputs.position_S.tolist() == [5, 10, 3]
     assert inputs.seats_S.tolist() == [1, 3, 2]
-    assert [batch.token_ids_T.dtype, batch.positions_T.dtype, batch.groups[0].slot_mapping_T.dtype] == [torch.int64] * 3
+    assert [token_ids_T.dtype, batch.positions_T.dtype, batch.groups[0].slot_mapping_T.dtype] == [torch.int64] * 3
     assert [batch.query_start.dtype, batch.seq_lens_R.dtype, batch.groups[0].block_tables_RB.dtype] == [torch.int32] * 3
 
 
 def test_a_batch_is_not_changed_by_the_next_step(buffers: InputBuffers, tools: Any) -> None:
     plan = tools.make_plan(0, [(0, 1, 0, 3)], [1, 2, 3], seated=[0], pages=[(0, 0, 9)])
     buffers.apply(plan)
-    batch = buffers.build(plan).batch
+    batch = buffers.build(plan).step.context
     buffers.apply(tools.make_plan(1, [], seated=[0], pages=[(0, 0, 10)]))
     assert batch.groups[0].block_tables_RB.tolist() == [[9]]
 
@@ -104,10 +105,10 @@ def test_rows_without_sampling_and_empty_plans(buffers: InputBuffers, tools: Any
     plan = tools.make_plan(0, [(0, RowKind.PREFILL, 0, 3)], [1, 2, 3], seated=[0], pages=[(0, 0, 9)])
     buffers.apply(plan)
     inputs = buffers.build(plan)
-    assert inputs.batch.sample_index_S.shape == (0,)
+    assert inputs.step.sampled.shape == (0,)
     buffers.commit(inputs, np.zeros(0, dtype=np.int32))
     assert buffers.seq_len[0] == 3
-    assert buffers.build(tools.make_plan(1, [])).batch.token_ids_T.shape == (0,)
+    assert buffers.build(tools.make_plan(1, [])).step.sources[TOKEN_IDS].shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def grouped() -> InputBuffers:
     ctx = BuildContext("cpu", torch.float32)
     specs = (KvSpec(1, 2, 9), KvSpec(1, 2))
     size = PoolSize((FULL, WINDOW), (1, 0), max_model_len=40, kv_bytes=0)
-    return InputBuffers(size, SEATS, kv_cache.allocate(size, specs, ctx), torch.device("cpu"))
+    return InputBuffers(size, Seats(SEATS), kv_cache.allocate(size, specs, ctx), torch.device("cpu"))
 
 
 def test_each_group_has_tables_of_its_own(grouped: InputBuffers, tools: Any) -> None:
@@ -143,9 +144,9 @@ def test_each_group_has_tables_of_its_own(grouped: InputBuffers, tools: Any) -> 
     plan = tools.make_plan(0, [(2, RowKind.PREFILL, 0, 14)], list(range(14)), seated=[2], pages=pages)
     grouped.apply(plan)
     inputs = grouped.build(plan)
-    full, window = inputs.batch.groups
-    assert [layer.group for layer in inputs.batch.kv_layers] == [1, 0]
-    assert [len(layer.k) for layer in inputs.batch.kv_layers] == [21, 61]
+    full, window = inputs.step.context.groups
+    assert [layer.group for layer in inputs.step.context.kv_layers] == [1, 0]
+    assert [len(layer.k) for layer in inputs.step.context.kv_layers] == [21, 61]
     assert full.block_tables_RB.tolist() == [[30, 31, 32, 33]]
     assert window.block_tables_RB.tolist() == [[20, 19, 18, 17]]
     assert full.slot_mapping_T.tolist() == [(30 + at // 4) * 4 + at % 4 for at in range(14)]
@@ -154,7 +155,7 @@ def test_each_group_has_tables_of_its_own(grouped: InputBuffers, tools: Any) -> 
     # The next token sits at 14 and looks back to 6: block 0 has expired and may go to someone else.
     plan = tools.make_plan(1, [(2, RowKind.DECODE, 14, 1)], pages=[(2, 1, 0, 0), (3, 1, 0, 20)])
     grouped.apply(plan)
-    full, window = grouped.build(plan).batch.groups
+    full, window = grouped.build(plan).step.context.groups
     assert full.block_tables_RB.tolist() == [[30, 31, 32, 33]]
     assert window.block_tables_RB.tolist() == [[0, 19, 18, 17]]
     assert window.slot_mapping_T.tolist() == [17 * 4 + 2]
@@ -164,7 +165,7 @@ def test_each_group_has_tables_of_its_own(grouped: InputBuffers, tools: Any) -> 
 
 
 def test_pages_are_zeroed_and_copied_in_their_own_group(grouped: InputBuffers, tools: Any) -> None:
-    window, full = grouped.build(tools.make_plan(0, [])).batch.kv_layers
+    window, full = grouped.build(tools.make_plan(0, [])).step.context.kv_layers
     for layer in (window, full):
         layer.k[:] = torch.arange(len(layer.k)).view(-1, 1, 1, 1)
         layer.v.copy_(layer.k)

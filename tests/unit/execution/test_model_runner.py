@@ -142,14 +142,14 @@ def full_logits(tools: Any, path: Path, sequence: list[int]) -> torch.Tensor:
     """Logits of every position, from one prefill of the whole sequence through the model itself."""
     runner = tools.new_runner(tools.engine_config(path))
     captured: list[torch.Tensor] = []
-    forward = runner._model.forward
+    forward = runner._forward
 
-    def spy(batch: Any) -> torch.Tensor:
-        hidden = forward(batch)
-        captured.append(runner._model.compute_logits(hidden))
-        return hidden
+    def spy(step: Any) -> torch.Tensor:
+        logits, hidden = forward.logits_and_hidden(step)
+        captured.append(forward.head(hidden))
+        return logits
 
-    runner._model.forward = spy
+    forward.logits = spy
     pages = [(0, index, index + 1) for index in range(-(-len(sequence) // 8))]
     plan = tools.make_plan(0, [(0, LAST, 0, len(sequence))], sequence, seated=[0], pages=pages)
     runner.launch(plan, [tools.make_seating(0, sequence)]).wait()
@@ -162,7 +162,7 @@ def test_a_step_that_raises_is_a_fault_and_spoils_only_its_seats(
 ) -> None:
     prompt = prompts(1)[0][:10]
     pages = [(seat, index, 1 + seat * 4 + index) for seat in range(3) for index in range(3)]
-    forward = runner._model.forward
+    logits = runner._forward.logits
 
     def explode(batch: Any) -> torch.Tensor:
         raise RuntimeError("out of luck")
@@ -171,7 +171,7 @@ def test_a_step_that_raises_is_a_fault_and_spoils_only_its_seats(
         tools.make_plan(0, [(0, LAST, 0, 10)], prompt, seated=[0], pages=pages), [tools.make_seating(0, prompt)]
     ).wait()
     assert not ok.result.fault
-    runner._model.forward = explode
+    runner._forward.logits = explode
     with caplog.at_level(logging.ERROR):
         failed = runner.launch(
             tools.make_plan(1, [(1, LAST, 0, 10)], prompt, seated=[1], pages=[]), [tools.make_seating(1, prompt)]
@@ -179,7 +179,7 @@ def test_a_step_that_raises_is_a_fault_and_spoils_only_its_seats(
     assert failed.result.fault
     assert failed.result.accepted_offsets.tolist() == [0, 0]
     assert "out of luck" in caplog.text
-    runner._model.forward = forward
+    runner._forward.logits = logits
     after = runner.launch(tools.make_plan(2, [(0, DECODE, 10, 1), (1, DECODE, 10, 1)]), []).wait()
     assert after.result.row_faults.tolist() == [0, 1]
     assert after.result.accepted_offsets.tolist() == [0, 1, 1]
@@ -193,14 +193,14 @@ def test_a_step_that_raises_is_a_fault_and_spoils_only_its_seats(
 
 def test_nan_logits_end_their_own_row_only(runner: ModelRunner, tools: Any) -> None:
     prompt = prompts(1)[0][:10]
-    compute_logits = runner._model.compute_logits
+    compute_logits = runner._forward.logits
 
-    def poison(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute_logits(hidden)
+    def poison(step: Any) -> torch.Tensor:
+        logits = compute_logits(step)
         logits[1, 5] = math.nan
         return logits
 
-    runner._model.compute_logits = poison
+    runner._forward.logits = poison
     pages = [(seat, index, 1 + seat * 4 + index) for seat in range(3) for index in range(3)]
     asking = SamplingParams(temperature=0.0, seed=0, logprobs=1, presence_penalty=1.0)
     output = runner.launch(

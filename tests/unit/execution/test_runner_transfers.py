@@ -76,7 +76,7 @@ def test_moves_travel_beside_rows(runner: ModelRunner, tools: Any) -> None:
 def test_a_failed_move_is_no_fault_and_a_fault_answers_its_moves(
     runner: ModelRunner, tools: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def explode(batch: Any) -> torch.Tensor:
+    def explode(step: Any) -> torch.Tensor:
         raise RuntimeError("out of luck")
 
     prefill(runner, tools, 0, 1)
@@ -86,7 +86,7 @@ def test_a_failed_move_is_no_fault_and_a_fault_answers_its_moves(
         ).wait()
         assert not output.result.fault
         assert sorted(output.transfers) == [(1, False), (2, True)]
-        runner._model.forward = explode
+        runner._forward.logits = explode
         output = runner.launch(tools.make_plan(2, [(0, DECODE, 21, 1)], load=[(3, 0, 60, 10)]), []).wait()
         assert output.result.fault
         assert output.transfers == ((3, True),)

@@ -21,8 +21,8 @@ def logits_of(tools: Any, path: Path, **options: Any) -> torch.Tensor:
     runner = tools.new_runner(tools.engine_config(path, **options))
     try:
         logits: list[torch.Tensor] = []
-        sample = runner._sampler._sample
-        runner._sampler._sample = lambda logits_SV, inputs: (logits.append(logits_SV), sample(logits_SV, inputs))[1]
+        forward = runner._forward.logits
+        runner._forward.logits = lambda step: (logits.append(forward(step)), logits[-1])[1]
         pages = [(0, index, index + 1) for index in range(3)]
         plan = tools.make_plan(0, [(0, 1, 0, len(PROMPT))], PROMPT, seated=[0], pages=pages)
         assert not runner.launch(plan, [tools.make_seating(0, PROMPT)]).wait().result.fault

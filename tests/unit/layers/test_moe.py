@@ -7,11 +7,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tokenspeed.layers.activation import ClampedSwiglu
-from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.build import ONE_RANK, BuildContext
 from tokenspeed.layers.moe import (
     ExpertsSpec,
     GroupLimit,
@@ -19,11 +20,18 @@ from tokenspeed.layers.moe import (
     MoeNames,
     MoeSpec,
     RouterSpec,
+    Routing,
     Scoring,
     SharedSpec,
     route,
 )
 from tokenspeed.layers.weight_map import WeightMap
+from tokenspeed.spmd.compiler import compile_plan
+from tokenspeed.spmd.executor import Executor
+from tokenspeed.spmd.graph import Graph
+from tokenspeed.spmd.placement import TokenTable
+from tokenspeed.spmd.ranks import Alone
+from tokenspeed.spmd.step import StepInput
 
 NUM_EXPERTS, HIDDEN, FF = 8, 12, 10
 NAMES = MoeNames(
@@ -54,6 +62,16 @@ def _one_thread() -> None:
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run(moe: MoE, x_TD: torch.Tensor) -> torch.Tensor:
+    """The layer as a model of one rank would run it."""
+    graph = Graph()
+    graph.output("out", moe.declare(graph, "moe", graph.source("x", HIDDEN)))
+    [variant] = compile_plan(graph, ONE_RANK).variants
+    executor = Executor(variant.program, 0, graph.maths, Alone(torch.device("cpu"), x_TD.dtype))
+    out: torch.Tensor = executor.run(StepInput(TokenTable.of(ONE_RANK, (len(x_TD),)), {"x": x_TD}, np.arange(0)))["out"]
+    return out
 
 
 def new_moe(spec: MoeSpec, names: MoeNames = NAMES, seed: int = 1) -> MoE:
@@ -110,7 +128,8 @@ def test_correction_changes_the_choice_but_not_the_weights() -> None:
 
 def pair_by_pair(moe: MoE, x_TD: torch.Tensor) -> torch.Tensor:
     """The layer's output from one small product for each pair of a token and an expert, in float64."""
-    experts_TC, weights_TC = moe.router(x_TD)
+    routing = moe.router.choose(moe.router(x_TD))
+    experts_TC, weights_TC = routing.experts_TC, routing.weights_TC
     out = torch.zeros(x_TD.shape, dtype=torch.float64)
     for token, (experts, weights) in enumerate(zip(experts_TC.tolist(), weights_TC.tolist(), strict=True)):
         for expert, weight in zip(experts, weights, strict=True):
@@ -144,7 +163,7 @@ def one_expert(moe: MoE, expert: int, x_D: torch.Tensor) -> torch.Tensor:
 def test_grouped_execution_equals_pair_by_pair(num_tokens: int, experts: ExpertsSpec) -> None:
     moe = new_moe(MoeSpec(SOFTMAX, experts))
     x_TD = random(num_tokens, HIDDEN, seed=9)
-    actual = moe(x_TD)
+    actual = run(moe, x_TD)
     assert actual.shape == (num_tokens, HIDDEN)
     torch.testing.assert_close(actual.double(), pair_by_pair(moe, x_TD), rtol=1e-4, atol=1e-5)
 
@@ -154,7 +173,7 @@ def test_experts_without_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch
     calls: list[tuple[int, int]] = []
     real = moe.experts._expert
     monkeypatch.setattr(moe.experts, "_expert", lambda expert, x: (calls.append((expert, len(x))), real(expert, x))[1])
-    moe.experts(random(3, HIDDEN), torch.tensor([[5, 1], [1, 6], [1, 5]]), torch.ones(3, 2))
+    moe.experts(random(3, HIDDEN), Routing(torch.tensor([[5, 1], [1, 6], [1, 5]]), torch.ones(3, 2)))
     assert calls == [(1, 3), (5, 2), (6, 1)]
 
 
@@ -163,8 +182,8 @@ def test_a_token_has_the_same_bits_whatever_its_neighbours(scoring: Scoring) -> 
     router = RouterSpec(7, 3, scoring, renormalise=True)
     moe = new_moe(MoeSpec(router, ExpertsSpec(7, FF), SharedSpec(FF, gated=True)))
     x_TD = random(41, HIDDEN, seed=2)
-    alone = torch.cat([moe(x_TD[token : token + 1]) for token in range(41)])
-    assert torch.equal(moe(x_TD), alone)
+    alone = torch.cat([run(moe, x_TD[token : token + 1]) for token in range(41)])
+    assert torch.equal(run(moe, x_TD), alone)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -175,7 +194,8 @@ def test_shared_block_is_added_for_every_token(gated: bool) -> None:
     shared = (torch.nn.functional.silu(x_TD @ gate.T) * (x_TD @ up.T)) @ moe.shared.down.weight.T
     if gated:
         shared = torch.sigmoid(x_TD @ moe.shared_gate.weight.T) * shared
-    torch.testing.assert_close(moe(x_TD).double(), pair_by_pair(moe, x_TD) + shared.double(), rtol=1e-4, atol=1e-5)
+    expected = pair_by_pair(moe, x_TD) + shared.double()
+    torch.testing.assert_close(run(moe, x_TD).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_bfloat16_router_keeps_its_correction_in_float32() -> None:
@@ -196,8 +216,8 @@ def filled(moe: MoE, names: Sequence[str], tensors: dict[str, torch.Tensor]) -> 
     weight_map = WeightMap(tuple(moe.weight_slots()), ()).for_checkpoint(names)
     used = set()
     for slot in weight_map:
-        assert slot.target.shape == tensors[slot.name].shape, slot.name
-        slot.target.copy_(tensors[slot.name])
+        assert slot.cut.shape == tensors[slot.name].shape, slot.name
+        slot.fill(tensors[slot.name])
         used.add(slot.name)
     assert used == set(names)
 

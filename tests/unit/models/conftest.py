@@ -10,14 +10,19 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from tokenspeed.execution.forward import Forward
 from tokenspeed.layers.attention import KvSpec
-from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.build import ONE_RANK, BuildContext
+from tokenspeed.layers.decoder import TOKEN_IDS
 from tokenspeed.layers.forward_batch import ForwardBatch, GroupTables, KvLayer
 from tokenspeed.models import CausalLM, resolve
+from tokenspeed.spmd.placement import TokenTable
+from tokenspeed.spmd.step import StepInput
 
 BLOCK_SIZE = 8
 VOCAB_SIZE = 97
@@ -211,8 +216,8 @@ def load(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> None:
     weight_map = model.weight_map().for_checkpoint(tensors)
     for slot in weight_map:
         name = next(name for name in slot.names if name in tensors)
-        assert slot.target.shape == tensors[name].shape, slot.name
-        slot.target.copy_(tensors[name])
+        assert slot.cut.shape == tensors[name].shape, slot.name
+        slot.fill(tensors[name])
         unused.discard(name)
     left_over = [name for name in unused if not weight_map.ignores(name)]
     assert not left_over, left_over
@@ -232,7 +237,7 @@ class Session:
             for _ in self.windows
         ]
         self.lens = [0] * num_sequences
-        self.model = model
+        self.forward = Forward(model, BuildContext("cpu", torch.float32))
         self.kv_layers = tuple(
             _poisoned(num_pages + 1, spec, self.windows.index(spec.window or 0)) for spec in model.kv_specs
         )
@@ -253,11 +258,9 @@ class Session:
             starts.append(len(tokens))
         rows = list(chunks)
         batch = ForwardBatch(
-            token_ids_T=torch.tensor(tokens),
             positions_T=torch.tensor(positions),
             query_start=torch.tensor(starts, dtype=torch.int32),
             seq_lens_R=torch.tensor([self.lens[row] for row in rows], dtype=torch.int32),
-            sample_index_S=torch.arange(len(tokens)),
             max_query_len=max(len(chunk) for chunk in chunks.values()),
             max_seq_len=max(self.lens[row] for row in rows),
             groups=tuple(
@@ -270,7 +273,9 @@ class Session:
             kv_layers=self.kv_layers,
         )
         with torch.inference_mode():
-            logits = self.model.compute_logits(self.model.forward(batch)[batch.sample_index_S])
+            table = TokenTable.of(ONE_RANK, (len(tokens),))
+            step = StepInput(table, {TOKEN_IDS: torch.tensor(tokens)}, np.arange(len(tokens)), batch)
+            logits = self.forward.logits(step)
         return {row: logits[starts[index] : starts[index + 1]] for index, row in enumerate(rows)}
 
     def num_holes(self, sequence: int) -> list[int]:

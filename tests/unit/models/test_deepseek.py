@@ -26,7 +26,7 @@ def fill(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     unused = set(tensors)
     for slot in model.weight_map().for_checkpoint(tensors):
         name = next(name for name in slot.names if name in tensors)
-        slot.target.copy_(tensors[name])
+        slot.fill(tensors[name])
         unused.discard(name)
     assert not [name for name in unused if not model.weight_map().ignores(name)]
 

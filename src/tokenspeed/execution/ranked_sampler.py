@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling among ranks: the first one samples and tells the others, so that no rounding can let them part.
+
+Knows neither logits nor what tokens mean.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenspeed.core.plan import Seating
+from tokenspeed.execution.sampler import Sampler, SamplerOutput
+from tokenspeed.kernels.ops.collective import Communicator
+
+Int64Array = NDArray[np.int64]
+
+
+class RankedSampler:
+    """The sampler of the first rank; elsewhere what it said. communicator: None where there is one rank."""
+
+    def __init__(self, sampler: Sampler, communicator: Communicator | None, device: torch.device) -> None:
+        self._sampler = sampler
+        self._device = device
+        self._is_first = communicator is None or communicator.rank == 0
+        self._ranks = None if communicator is None else communicator.group([range(communicator.world_size)])
+
+    def seat(self, seating: Seating) -> None:
+        """A request takes a seat."""
+        if self._is_first:
+            self._sampler.seat(seating)
+
+    def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> SamplerOutput:
+        """As Sampler.sample; log-probabilities are the first rank's alone."""
+        sampled = self._sampler.sample(logits_SV, seats_S, position_S) if self._is_first else None
+        if self._ranks is None or len(seats_S) == 0:
+            return sampled or SamplerOutput(np.zeros(0, np.int32), np.zeros(0, np.bool_), None)
+        told_S2 = torch.zeros(len(seats_S), 2, dtype=torch.int64, device=self._device)
+        if sampled is not None:
+            columns = np.stack([sampled.token_ids_S.astype(np.int64), sampled.is_faulty_S.astype(np.int64)], axis=1)
+            told_S2.copy_(torch.from_numpy(columns))
+        told = self._ranks.broadcast(told_S2).cpu().numpy()
+        return sampled or SamplerOutput(told[:, 0].astype(np.int32), told[:, 1].astype(np.bool_), None)

@@ -133,6 +133,7 @@ class Replica:
             if not self._has_ended:
                 say(loss.message)
                 self._kill()
+                self._await_ends()
                 self._leave(1)
                 self._has_ended = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,8 +116,13 @@ def test_a_rank_that_cannot_meet_the_others_says_so() -> None:
 
 
 def test_a_rank_whose_parent_has_gone_leaves_while_it_still_waits() -> None:
-    command = [sys.executable, "-m", "tokenspeed.engine.follower", "--rank", "1", "--ranks", "2", "--device", "cpu"]
-    with subprocess.Popen([*command, "--address", "127.0.0.1:1"], stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(60.0) == 1
+    """Here it waits for good in joining the others."""
+    program = [sys.executable, str(Path(__file__).with_name("fake_ranks.py")), "--kernel", "join=1:hang"]
+    place = ["--rank", "1", "--ranks", "2", "--device", "cpu", "--address", "127.0.0.1:1"]
+    with subprocess.Popen([*program, *place], stdin=subprocess.PIPE) as process:
+        try:
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(60.0) == 1
+        finally:
+            process.kill()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -17,13 +16,9 @@ import pytest
 
 from tokenspeed.core.errors import CapacityError, ConfigError, StartError
 from tokenspeed.engine.replica import Replica, ReplicaLostError
+from unit.engine import fake_ranks as fakes
 
 FAKES = Path(__file__).with_name("fake_ranks.py")
-spec = importlib.util.spec_from_file_location("fake_ranks", FAKES)
-assert spec is not None and spec.loader is not None
-fakes = importlib.util.module_from_spec(spec)
-sys.modules["fake_ranks"] = fakes
-spec.loader.exec_module(fakes)
 
 
 class Ended:

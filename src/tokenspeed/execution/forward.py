@@ -15,6 +15,7 @@ from tokenspeed.core.errors import StartError
 from tokenspeed.kernels.ops.collective import Communicator
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.spmd.compiler import compile_plan
+from tokenspeed.spmd.cost import CostModel
 from tokenspeed.spmd.executor import Executor
 from tokenspeed.spmd.graph import Graph, Value
 from tokenspeed.spmd.placement import TokenTable
@@ -35,15 +36,21 @@ class Declares(Protocol):
 
 class Forward:
     """One rank of a model. Every rank makes the same calls with the same steps, but for what a step's context says of
-    its own partition. StartError when the ranks do not agree on their plans."""
+    its own partition. cost: prices to plan by. StartError when the ranks do not agree on their plans."""
 
-    def __init__(self, model: Declares, ctx: BuildContext, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self,
+        model: Declares,
+        ctx: BuildContext,
+        communicator: Communicator | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
         hidden_size, plain = _declared(model, ctx, taps_hidden=False)
         _, tapped = _declared(model, ctx, taps_hidden=True)
         head = Graph(ctx.dtype.itemsize)
         head.output(LOGITS, model.declare_head(head, head.source(HIDDEN, hidden_size)))
         graphs = (plain, tapped, head)
-        plans = [compile_plan(graph, ctx.mesh) for graph in graphs]
+        plans = [compile_plan(graph, ctx.mesh, model=cost) for graph in graphs]
         self._mesh, device = ctx.mesh, torch.device(ctx.device)
         if communicator is None:
             assert ctx.mesh.num_ranks == 1, f"nobody to talk to on {ctx.mesh}"

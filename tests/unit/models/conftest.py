@@ -7,6 +7,7 @@ A test oracle only: builds what execution would build, in the slowest obvious wa
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -193,16 +194,24 @@ class Twin:
 
 def make_twin(variant: str, overrides: Mapping[str, str] | None = None) -> Twin:
     """Both models of one entry of VARIANTS."""
-    model_type, fields = VARIANTS[variant]
-    torch.manual_seed(7)
-    config = transformers.AutoConfig.for_model(model_type, **fields)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
-    with torch.no_grad():
-        for tensor in theirs.state_dict().values():
-            tensor.normal_(std=0.3 if tensor.ndim == 1 else tensor.shape[-1] ** -0.5)
+    theirs = make_oracle(variant)
     ours = build_model(theirs.config.to_dict(), overrides)
     load(ours, theirs.state_dict())
     return Twin(ours, theirs)
+
+
+def make_oracle(variant: str, **changed: object) -> transformers.PreTrainedModel:
+    """The transformers model of an entry of VARIANTS, some fields of its configuration changed."""
+    model_type, fields = VARIANTS[variant]
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(model_type, **{**fields, **changed})
+    theirs: transformers.PreTrainedModel = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    )
+    with torch.no_grad():
+        for tensor in theirs.state_dict().values():
+            tensor.normal_(std=0.3 if tensor.ndim == 1 else tensor.shape[-1] ** -0.5)
+    return theirs
 
 
 def build_model(config: Mapping[str, object], overrides: Mapping[str, str] | None = None) -> CausalLM:
@@ -227,7 +236,7 @@ class Session:
     """Sequences of one model, their pages scattered at random over a poisoned cache. Layers of a window have tables of
     their own, from which blocks that no token will look at again are taken, and their pages poisoned."""
 
-    def __init__(self, model: CausalLM, num_sequences: int, max_len: int) -> None:
+    def __init__(self, model: CausalLM, num_sequences: int, max_len: int, forward: Forward | None = None) -> None:
         blocks_each = -(-max_len // BLOCK_SIZE)
         generator = torch.Generator().manual_seed(3)
         num_pages = num_sequences * blocks_each
@@ -237,46 +246,52 @@ class Session:
             for _ in self.windows
         ]
         self.lens = [0] * num_sequences
-        self.forward = Forward(model, BuildContext("cpu", torch.float32))
+        self.forward = forward or Forward(model, BuildContext("cpu", torch.float32))
         self.kv_layers = tuple(
             _poisoned(num_pages + 1, spec, self.windows.index(spec.window or 0)) for spec in model.kv_specs
         )
 
     def step(self, chunks: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Feed each sequence its chunk of token ids; (chunk, V) logits by sequence."""
-        tokens: list[int] = []
+        starts = [0, *itertools.accumulate(map(len, chunks.values()))]
+        tokens = [token for chunk in chunks.values() for token in chunk]
+        table = TokenTable.of(ONE_RANK, (len(tokens),))
+        step = StepInput(table, {TOKEN_IDS: torch.tensor(tokens)}, np.arange(len(tokens)), self.batch(chunks))
+        with torch.inference_mode():
+            logits = self.forward.logits(step)
+        return {row: logits[starts[index] : starts[index + 1]] for index, row in enumerate(chunks)}
+
+    def batch(self, chunks: Mapping[int, Sequence[int]]) -> ForwardBatch:
+        """What attention needs to write these chunks behind what the sequences have, and to look at all of it."""
         positions: list[int] = []
         owners: list[int] = []
         starts = [0]
         for sequence, chunk in chunks.items():
             self._expire(sequence)
-            for token in chunk:
-                tokens.append(token)
+            for _ in chunk:
                 positions.append(self.lens[sequence])
                 owners.append(sequence)
                 self.lens[sequence] += 1
-            starts.append(len(tokens))
+            starts.append(len(positions))
         rows = list(chunks)
-        batch = ForwardBatch(
-            positions_T=torch.tensor(positions),
+        return ForwardBatch(
+            positions_T=torch.tensor(positions, dtype=torch.int64),
             query_start=torch.tensor(starts, dtype=torch.int32),
             seq_lens_R=torch.tensor([self.lens[row] for row in rows], dtype=torch.int32),
-            max_query_len=max(len(chunk) for chunk in chunks.values()),
-            max_seq_len=max(self.lens[row] for row in rows),
+            max_query_len=max((len(chunk) for chunk in chunks.values()), default=0),
+            max_seq_len=max((self.lens[row] for row in rows), default=0),
             groups=tuple(
                 GroupTables(
-                    torch.tensor([_slot(table[owner], at) for owner, at in zip(owners, positions, strict=True)]),
+                    torch.tensor(
+                        [_slot(table[owner], at) for owner, at in zip(owners, positions, strict=True)],
+                        dtype=torch.int64,
+                    ),
                     table[rows],
                 )
                 for table in self.tables
             ),
             kv_layers=self.kv_layers,
         )
-        with torch.inference_mode():
-            table = TokenTable.of(ONE_RANK, (len(tokens),))
-            step = StepInput(table, {TOKEN_IDS: torch.tensor(tokens)}, np.arange(len(tokens)), batch)
-            logits = self.forward.logits(step)
-        return {row: logits[starts[index] : starts[index + 1]] for index, row in enumerate(rows)}
 
     def num_holes(self, sequence: int) -> list[int]:
         """Blocks taken out of the sequence's table, a group of layers each."""

@@ -173,6 +173,7 @@ def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:
         max_model_len=info.max_model_len,
         ageing_steps=config.scheduler.ageing_steps,
         prefix_caching=config.cache.prefix_caching,
+        num_partitions=config.parallel.dp_attention,
         host_store=_HOST_STORE[config.cache.host_store],
     )
 

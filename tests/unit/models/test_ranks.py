@@ -4,119 +4,51 @@ and the pages of its partition, and all make the same exchanges."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from tokenspeed.core.errors import ConfigError
-from tokenspeed.execution.forward import Forward
-from tokenspeed.kernels.ops.collective import Communicator, Rendezvous
-from tokenspeed.kernels.registry import KernelContext, bind
 from tokenspeed.layers.build import ONE_RANK, BuildContext
-from tokenspeed.layers.decoder import TOKEN_IDS
-from tokenspeed.models import CausalLM, resolve
+from tokenspeed.models import resolve
 from tokenspeed.spmd.cost import CostModel
-from tokenspeed.spmd.mesh import Group, GroupSizes, Mesh
-from tokenspeed.spmd.placement import TokenTable
-from tokenspeed.spmd.step import StepInput
-from unit.models.conftest import Session, load, make_oracle
-
-MAX_LEN, TIMEOUT_S = 32, 60.0
-SEQUENCES = ((0, 1), (2, 3))
-"""By partition, where there are two."""
-MESHES = {
-    "tp2": GroupSizes.of(2),
-    "tp4": GroupSizes.of(4),
-    "ep2": GroupSizes.of(2, ep=2),
-    "dp2": GroupSizes.of(1, attention_dp=2, ep=2),
-    "tp2-dp2": GroupSizes.of(2, attention_dp=2),
-    "tp2-dp2-ep2": GroupSizes.of(2, attention_dp=2, ep=2),
-    "tp4-moe2": GroupSizes.of(4, ep=1, moe_tp=2),
-}
-PRICES = {"launches": CostModel(), "bytes": CostModel(0, 0, 1_000, 700)}
-STEPS: tuple[dict[int, int], ...] = (
-    {0: 7, 2: 9},  # both partitions prefill
-    {1: 5},  # the second is idle
-    {0: 1, 1: 1, 2: 1},
-    {3: 11},  # the first is idle
-    {0: 1, 1: 4, 2: 1, 3: 2},
+from tokenspeed.spmd.mesh import GroupSizes, Mesh
+from unit.models.conftest import make_oracle
+from unit.models.rank_steps import (
+    MAX_LEN,
+    MESHES,
+    PRICES,
+    SEQUENCES,
+    STEPS,
+    Recorder,
+    build,
+    join,
+    process_main,
+    run_rank,
+    run_steps,
 )
-"""Tokens fed to each sequence."""
+from unit.models.sessions import Session
+
 CHANGED = {"vocab_size": 96}
 MORE = {"mixtral": {"num_local_experts": 6}}
-
-
-class Recorder:
-    """A communicator that notes what is called on which of its groups."""
-
-    def __init__(self, inner: Communicator) -> None:
-        self.inner, self.calls = inner, []  # type: ignore[var-annotated]
-        self.rank, self.world_size = inner.rank, inner.world_size
-
-    def group(self, members: Sequence[Sequence[int]]) -> Any:
-        inner = self.inner.group(members)
-        partition = tuple(map(tuple, members))
-
-        class Noting:
-            def __getattr__(noting, name: str) -> Any:
-                if name != "members":
-                    self.calls.append((name, partition))
-                return getattr(inner, name)
-
-        return Noting()
-
-    def gather(self, word: str) -> tuple[str, ...]:
-        return self.inner.gather(word)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def tokens_of(step: int, chunk: Mapping[int, int]) -> dict[int, list[int]]:
-    """The same ids on all ranks."""
-    rng = np.random.default_rng(step)
-    return {sequence: rng.integers(0, 96, count).tolist() for sequence, count in chunk.items()}
-
-
-def build(config: Mapping[str, object], tensors: Mapping[str, torch.Tensor], ctx: BuildContext) -> CausalLM:
-    model = resolve(config).build(config, ctx)
-    load(model, tensors)
-    return model
-
-
-def run_steps(session: Session, mesh: Mesh, rank: int) -> list[torch.Tensor]:
-    """The logits of every step: all tokens of all partitions, first partition first."""
-    num_partitions = mesh.sizes.attention_dp
-    partition = mesh.index(rank, mesh.axes_of(Group.ATTENTION_DP))
-    logits = []
-    for number, chunk in enumerate(STEPS):
-        chunks = tokens_of(number, chunk)
-        parts = [chunks] if num_partitions == 1 else [{s: chunks[s] for s in own if s in chunks} for own in SEQUENCES]
-        ids = [token for part in parts for each in part.values() for token in each]
-        table = TokenTable.of(mesh, [sum(map(len, part.values())) for part in parts])
-        context = session.batch(parts[partition])
-        step = StepInput(table, {TOKEN_IDS: torch.tensor(ids)}, np.arange(len(ids)), context)
-        with torch.inference_mode():
-            logits.append(session.forward.logits(step))
-    return logits
+PROCESS_CASES = tuple(
+    (family, sizes, "bytes" if sizes == "ep2" else "launches")
+    for sizes in ("tp2", "ep2", "tp4", "tp2-dp2")
+    for family in ("qwen3", "qwen3_moe", "deepseek_v3")
+)
 
 
 def on_threads(
     config: Mapping[str, object], tensors: Mapping[str, torch.Tensor], mesh: Mesh, cost: CostModel, address: str
 ) -> list[tuple[list[torch.Tensor], Recorder]]:
-    join = bind("collective", KernelContext("cpu", torch.float32, {"collective": "reference"})).call
-
     def rank_main(rank: int) -> tuple[list[torch.Tensor], Recorder]:
-        recorder = Recorder(join(Rendezvous(rank, mesh.world, address, "cpu", TIMEOUT_S)))
+        recorder = join(rank, mesh, address, "reference")
         try:
-            ctx = BuildContext("cpu", torch.float32, mesh=mesh, rank=rank)
-            model = build(config, tensors, ctx)
-            session = Session(model, 4, MAX_LEN, Forward(model, ctx, recorder, cost))
-            return run_steps(session, mesh, rank), recorder
+            return run_rank(config, tensors, mesh, cost, recorder), recorder
         finally:
             recorder.close()
 
@@ -128,17 +60,55 @@ def on_threads(
 @pytest.mark.parametrize("sizes", MESHES)
 def test_many_ranks_compute_what_one_does(family: str, sizes: str, price: str) -> None:
     mesh = Mesh.of(MESHES[sizes])
+    config, tensors = tiny(family)
+    ranks = on_threads(config, tensors, mesh, PRICES[price], f"{family}-{sizes}-{price}")
+    assert_equal_to_one_rank(config, tensors, mesh, [(logits, recorder.calls) for logits, recorder in ranks])
+
+
+def test_real_processes_compute_what_one_does(tmp_path: Path) -> None:
+    """Over gloo, once for all cases: starting processes takes seconds."""
+    models = {family: tiny(family) for family, _, _ in PROCESS_CASES}
+    for family, model in models.items():
+        torch.save(model, tmp_path / f"{family}.pt")
+    spawn = multiprocessing.get_context("spawn")
+    addresses = [spawn.Queue() for _ in range(4)]
+    processes = [spawn.Process(target=process_main, args=(i, PROCESS_CASES, tmp_path, addresses)) for i in range(4)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.exitcode for process in processes] == [0] * 4
+    for family, sizes, price in PROCESS_CASES:
+        mesh = Mesh.of(MESHES[sizes])
+        ranks = [torch.load(tmp_path / f"{family}-{sizes}-{price}-{rank}.pt") for rank in range(mesh.world)]
+        assert_equal_to_one_rank(*models[family], mesh, ranks)
+
+
+def tiny(family: str) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+    """Configuration and weights whose vocabulary and experts divide."""
     oracle = make_oracle(family, **{**CHANGED, **MORE.get(family, {})})
-    config, tensors = oracle.config.to_dict(), oracle.state_dict()
+    return oracle.config.to_dict(), oracle.state_dict()
+
+
+def assert_equal_to_one_rank(
+    config: Mapping[str, object],
+    tensors: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    ranks: Sequence[tuple[list[torch.Tensor], list[object]]],
+) -> None:
+    """The logits of all ranks are those of one, and their exchanges each other's."""
     alone = Session(build(config, tensors, BuildContext("cpu", torch.float32)), 4, MAX_LEN)
     expected = run_steps(alone, ONE_RANK, 0)
-    ranks = on_threads(config, tensors, mesh, PRICES[price], f"{family}-{sizes}-{price}")
-    for rank, (logits, recorder) in enumerate(ranks):
+    for rank, (logits, calls) in enumerate(ranks):
         for number, (mine, theirs) in enumerate(zip(logits, expected, strict=True)):
             in_order = theirs if mesh.sizes.attention_dp == 1 else theirs[by_partition(number)]
             torch.testing.assert_close(mine, in_order, rtol=1e-4, atol=1e-4, msg=f"rank {rank}, step {number}")
-        assert recorder.calls == ranks[0][1].calls, f"rank {rank} makes other exchanges than rank 0"
-    assert len(ranks[0][1].calls) > len(STEPS)
+        assert calls == ranks[0][1], f"rank {rank} makes other exchanges than rank 0"
+    assert len(ranks[0][1]) > len(STEPS)
 
 
 def by_partition(number: int) -> list[int]:
@@ -154,12 +124,11 @@ def by_partition(number: int) -> list[int]:
 def test_parts_of_all_ranks_are_the_checkpoint(family: str, sizes: str) -> None:
     """Every element of every tensor that a model reads is on some rank; only what is replicated is on several."""
     mesh = Mesh.of(MESHES[sizes])
-    oracle = make_oracle(family, **{**CHANGED, **MORE.get(family, {})})
-    tensors = oracle.state_dict()
+    config, tensors = tiny(family)
     seen: dict[str, torch.Tensor] = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     rebuilt: dict[str, torch.Tensor] = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     for rank in range(mesh.world):
-        model = build(oracle.config.to_dict(), tensors, BuildContext("cpu", torch.float32, mesh=mesh, rank=rank))
+        model = build(config, tensors, BuildContext("cpu", torch.float32, mesh=mesh, rank=rank))
         weight_map = model.weight_map().for_checkpoint(tensors)
         for slot in weight_map:
             name = next(name for name in slot.names if name in tensors)

@@ -84,6 +84,7 @@ class ModelRunner:
         self._prompt_scorer = PromptScorer(info.vocab_size)
         self._is_spoilt = np.zeros(len(buffers.last_token), dtype=np.bool_)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._set_device = placement.device_setter(torch.device(info.device))
         self._thread = threading.Thread(target=self._work, name="model-runner", daemon=True)
         self._thread.start()
 
@@ -166,6 +167,7 @@ class ModelRunner:
         self._thread.join()
 
     def _work(self) -> None:
+        self._set_device()
         set_num_threads(self.info.num_threads)
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:

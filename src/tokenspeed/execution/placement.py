@@ -7,7 +7,7 @@ Knows no model. Reads /proc and /sys on Linux; elsewhere falls back to what Pyth
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -35,6 +35,14 @@ def resolve_device(device: DeviceConfig) -> torch.device:
     if device.device == "cpu" or not has_gpu:
         return torch.device("cpu")
     return torch.device("cuda")
+
+
+def device_setter(device: torch.device) -> Callable[[], None]:
+    """What another thread calls first, to be on the device that this one is on where there are several."""
+    if device.type != "cuda":
+        return lambda: None
+    index = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(index)
 
 
 def resolve_dtype(dtype: DType, device: torch.device, model_config: Mapping[str, object]) -> torch.dtype:

@@ -9,13 +9,14 @@ it; producers never communicate. Knows no prices and no numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from tokenspeed.spmd.declare import Form, forms
 from tokenspeed.spmd.graph import Op
-from tokenspeed.spmd.mesh import Mesh
+from tokenspeed.spmd.mesh import Group, Mesh
 from tokenspeed.spmd.placement import Axes, Layout, LayoutError, MoveKind, TokenTable, moved, shown, with_addends
 
 
@@ -104,21 +105,40 @@ class Program:
                 yield exchange.kind, exchange.axes
 
     def lines(self) -> tuple[str, ...]:
-        """One line an op: its name and what it does inside, its layouts, and the moves that its node makes first."""
+        """One line an op, all that tells it from another: its name and what it does inside, its layouts, and the moves
+        that its node makes first."""
         out: list[str] = []
-        before: list[str] = []
+        for op, call, moves in self._nodes():
+            fused = f"all_reduce{_axes(call.fused)}+" if call.fused else ""
+            inside = "".join(f" ({each.kind}{_axes(each.axes)})" for each in call.form.exchanges)
+            before = "; ".join(f"{move.kind}{_axes(move.axes)} {name}" for move, name in moves)
+            out.append(f"{fused}{op.name}{inside}\t{_arrow(op, call.form)}\t{before}")
+        return tuple(out)
+
+    def sentences(self) -> tuple[str, ...]:
+        """As lines, for people: an op, its layouts, and in words what is exchanged before it and within it."""
+        out: list[str] = []
+        for op, call, moves in self._nodes():
+            said: list[str] = []
+            for (kind, axes), alike in groupby(moves, lambda each: (each[0].kind, each[0].axes)):
+                names = ", ".join(_near(name, op.name) for _, name in alike)
+                said.append(f"{_words(kind)} {names} over {_over(axes)}")
+            if call.fused:
+                said.append(f"all-reduce its first input over {_over(call.fused)}, fused")
+            said += [f"within: {_words(each.kind)} over {_over(each.axes)}" for each in call.form.exchanges]
+            out.append(f"{op.name}\t{_arrow(op, call.form)}\t{'; '.join(said)}")
+        return tuple(out)
+
+    def _nodes(self) -> Iterator[tuple[Op, Call, list[tuple[Move, str]]]]:
+        """Each op with its call and the moves before it, with the names of what they move."""
+        names = {value.index: value.name for op in self.ops for value in op.outs}
+        moves: list[tuple[Move, str]] = []
         for step in self.steps:
             if isinstance(step, Move):
-                name = next(v.name for op in self.ops for v in op.outs if v.index == step.value)
-                before.append(f"{step.kind}{_axes(step.axes)} {name}")
+                moves.append((step, names[step.value]))
                 continue
-            op, form = self.ops[step.op], step.form
-            fused = f"all_reduce{_axes(step.fused)}+" if step.fused else ""
-            inside = "".join(f" ({each.kind}{_axes(each.axes)})" for each in form.exchanges)
-            arrow = f"{shown(form.source)} > {shown(form.target)}" if op.ins and op.outs else shown(form.source)
-            out.append(f"{fused}{op.name}{inside}\t{arrow}\t{'; '.join(before)}")
-            before = []
-        return tuple(out)
+            yield self.ops[step.op], step, moves
+            moves = []
 
 
 def _need(held: set[tuple[int, Layout]], value: int, layout: Layout, name: str) -> None:
@@ -130,6 +150,24 @@ def _need(held: set[tuple[int, Layout]], value: int, layout: Layout, name: str) 
 
 def _axes(axes: Axes) -> str:
     return f"[{','.join(map(str, axes))}]"
+
+
+def _arrow(op: Op, form: Form) -> str:
+    return f"{shown(form.source)} > {shown(form.target)}" if op.ins and op.outs else shown(form.source)
+
+
+def _near(name: str, op: str) -> str:
+    """The name of a value for an op, which need not be told its own layer."""
+    layer = _LAYER.match(op)
+    return name if layer is None else name.removeprefix(layer[0])
+
+
+def _words(kind: MoveKind) -> str:
+    return kind.replace("_", "-")
+
+
+def _over(axes: Axes) -> str:
+    return f"{'axis' if len(axes) == 1 else 'axes'} {' '.join(map(str, axes))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,26 +200,68 @@ class Plan:
         raise AssertionError("the last variant is open")
 
     def text(self) -> str:
-        """For people: layers that repeat are shown once."""
-        return self._text(folded=True)
+        """For people: the mesh and a legend, then a table a program, in which layers that repeat are shown once."""
+        tables = [fold(variant.program.sentences()) for variant in self.variants]
+        cells = [line.split("\t") for table in tables for line in table]
+        widths = [max(len(head), *(len(row[column]) for row in cells)) for column, head in enumerate(_HEADS[:-1])]
+        mesh = self.variants[0].program.mesh
+        parts = [*_mesh_lines(mesh), *(_LEGEND if mesh.axes else ())]
+        start = 0
+        for variant, table in zip(self.variants, tables, strict=True):
+            parts += ["", _bound(start, variant), _row(_HEADS, widths)]
+            parts += [_row(line.split("\t"), widths) for line in table]
+            start = (variant.max_tokens or 0) + 1
+        return "\n".join(parts) + "\n"
 
     def digest(self) -> str:
         """Equal on two ranks exactly when their plans are. 16 hexadecimal digits."""
-        return hashlib.sha256(self._text(folded=False).encode()).hexdigest()[:16]
-
-    def _text(self, *, folded: bool) -> str:
         parts = [f"{self.variants[0].program.mesh}"]
         for variant in self.variants:
-            bound = "more" if variant.max_tokens is None else f"tokens <= {variant.max_tokens}"
-            lines = variant.program.lines()
-            parts.append(f"{bound}: about {variant.cost_fs / 1e9:.1f} us exchanged and moved")
-            parts += [_columns(line) for line in (fold(lines) if folded else lines)]
-        return "\n".join(parts) + "\n"
+            parts.append(f"{variant.max_tokens} {variant.cost_fs}")
+            parts += variant.program.lines()
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _columns(line: str) -> str:
-    node, arrow, before = line.split("\t")
-    return f"  {node:<42} {arrow:<12} {before}".rstrip()
+_BEFORE = "layers.<."
+_LAYER = re.compile(r"layers\.\d+\.")
+_HEADS = ("op", "rows", "exchanged for it")
+_LEGEND = (
+    "rows: before > after the op, a letter an axis. R: every rank has all; S: each its own; P: each an addend of all.",
+    "all-reduce: P to R; reduce-scatter: P to S; all-gather: S to R; slice: R to S, without an exchange.",
+    "x.1 is the second output of x; layers.<.x is x of the layer before.",
+)
+_SPLITS = (
+    (Group.ATTENTION, "attention heads"),
+    (Group.ATTENTION_DP, "requests"),
+    (Group.DENSE, "dense layers, vocabulary"),
+    (Group.MOE, "width of an expert"),
+    (Group.EP, "experts"),
+)
+
+
+def _mesh_lines(mesh: Mesh) -> list[str]:
+    """What is split over which axes."""
+    if not mesh.axes:
+        return ["one rank, which has everything"]
+    sizes = ", ".join(f"axis {axis} of {size}" for axis, size in enumerate(mesh.axes))
+    lines = [f"mesh of {mesh.num_ranks} ranks: {sizes}; ranks count along the last axis first"]
+    for group, what in _SPLITS:
+        axes = mesh.axes_of(group)
+        lines.append(f"  {what:<26}{f'{mesh.size_of(axes)} ways, over {_over(axes)}' if axes else 'not split'}")
+    return lines
+
+
+def _bound(start: int, variant: Variant) -> str:
+    """Which steps a program is for, and its price."""
+    end = f"{start} tokens or more" if variant.max_tokens is None else f"{start} to {variant.max_tokens} tokens"
+    if start == 0:
+        end = "any size" if variant.max_tokens is None else f"up to {variant.max_tokens} tokens"
+    return f"Steps of {end}: about {variant.cost_fs / 1e9:,.0f} us of exchanges, launches and rows read and written"
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (f"{cell:<{width}}" for cell, width in zip(cells, (*widths, 0), strict=True))
+    return f"  {'  '.join(padded)}".rstrip()
 
 
 def fold(lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -206,4 +286,4 @@ def _numbered(line: str) -> tuple[int | None, str]:
     if "layers." not in op:
         return None, line
     number = int(op.split("layers.", maxsplit=1)[1].split(".", maxsplit=1)[0])
-    return number, line.replace(f"layers.{number}.", "layers.#.").replace(f"layers.{number - 1}.", "layers.<.")
+    return number, line.replace(f"layers.{number}.", "layers.#.").replace(f"layers.{number - 1}.", _BEFORE)

@@ -83,6 +83,9 @@ MODEL_FLAGS = (
     Flag(("--moe-tp",), ParallelConfig, "moe_tp", "ranks that split one expert (those that --ep leaves)", "N"),
     Flag(("--rank-timeout",), ParallelConfig, "rank_timeout_s", "a rank that takes longer for a step ends all", "S"),
 )
+PLAN_FLAGS = tuple(
+    flag for flag in MODEL_FLAGS if flag.field in ("revision", "dtype", "tp", "dp_attention", "ep", "moe_tp")
+)
 SERVED_NAME = Flag(("--served-name", "--served-model-name"), ModelConfig, "served_name", "name on the wire", "NAME")
 SERVER_FLAGS = (
     Flag(("--host",), ServerConfig, "host", "address to listen on"),
@@ -156,6 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, "models", _models, "list the models known by a short name")
     doctor = _command(commands, "doctor", _doctor, "say what this machine offers and which kernels it would use")
     doctor.add_argument("model", nargs="?", help="also say what this model is")
+    text = "say instead what each rank of this model would hold and exchange, by its configuration alone"
+    doctor.add_argument("--plan", nargs="?", const=True, metavar="MODEL", help=text)
+    _add_flags(doctor, PLAN_FLAGS)
     return parser
 
 
@@ -390,6 +396,10 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.plan is not None:
+        return _print_plan(options)
+    if _given(options, PLAN_FLAGS):
+        raise ConfigError("doctor reads flags of ranks only to print a plan: give --plan MODEL too")
     from tokenspeed.observability.machine import describe_machine
 
     machine = describe_machine()
@@ -412,6 +422,24 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.model:
         _print_model(options.model)
     return 0 if all(built.values()) else 1
+
+
+def _print_plan(options: argparse.Namespace) -> int:
+    from tokenspeed.execution.sharding_report import sharding_report
+
+    named = [name for name in (options.model, options.plan) if isinstance(name, str)]
+    if len(named) != 1:
+        raise ConfigError("doctor --plan takes one model, as in `tokenspeed doctor --plan MODEL --tp 2`")
+    parts: dict[type[msgspec.Struct], dict[str, Any]] = {ModelConfig: {}, ParallelConfig: {}}
+    for flag in PLAN_FLAGS:
+        parts[flag.struct] |= _given(options, (flag,))
+    # Dummy weights need no files of weights.
+    model = ModelConfig(model=named[0], load_format="dummy", **parts[ModelConfig])
+    parallel = EngineConfig(parallel=ParallelConfig(**parts[ParallelConfig])).validate().parallel
+    with _progress() as progress:
+        source = open_model(model, progress)
+    print(sharding_report(named[0], source.config, model.dtype, parallel), end="")
+    return 0
 
 
 def _print_kernels(torch: Any, device: str) -> None:

@@ -240,7 +240,7 @@ def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def run_tokenspeed(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tokenspeed.cli", *arguments], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-m", "tokenspeed", *arguments], capture_output=True, text=True, check=False, timeout=120
     )
 
 
@@ -287,3 +287,50 @@ def test_doctor_says_what_is_bound_and_why() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("cpu", "memory", "torch", "cuda devices", "kernels on", "linear: "):
         assert word in done.stdout, word
+
+
+LLAMA = (
+    '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "intermediate_size": 128, '
+    '"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}'
+)
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> str:
+    """A folder with a configuration and nothing else."""
+    (tmp_path / "config.json").write_text(LLAMA)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["--plan MODEL", "MODEL --plan"])
+def test_doctor_prints_a_plan_for_ranks_that_are_not_there(
+    config_only: str, before: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = ["--plan", config_only] if before else [config_only, "--plan"]
+    assert cli.main(["doctor", *named, "--tp", "2", "--dtype", "float16"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"model    {config_only} (llama) in float16\nranks    2: --tp 2 ")
+    assert "mesh of 2 ranks" in said
+    assert "kernels on" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--plan",), "takes one model"),
+        (("other", "--plan", "{}"), "takes one model"),
+        (("{}", "--tp", "2"), "give --plan MODEL"),
+        (("--plan", "{}", "--tp", "4", "--ep", "3"), "ep may be 1, 2 or 4"),
+        (("--plan", "{}", "--tp", "8"), "4 attention heads"),
+        (("--plan", "{}", "--tp", "0"), "--tp 0"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line(
+    config_only: str, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *(argument.format(config_only) for argument in arguments)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert words in said.err
+    assert said.err.count("\n") == 1

@@ -61,11 +61,12 @@ def _ranks(mesh: Mesh) -> str:
 
 
 def _kv(token_bytes: int, whole_bytes: int, mesh: Mesh) -> str:
-    """What a token takes, and how often each part of it is kept."""
+    """What a token takes on a rank, and how often its request's ranks have it."""
     num_ranks = mesh.size_of(mesh.axes_of(Group.ATTENTION))
+    holders = "1 rank a request holds" if num_ranks == 1 else f"{num_ranks} ranks a request hold"
     num_copies = token_bytes * num_ranks / whole_bytes
-    kept = "once" if math.isclose(num_copies, 1) else f"{num_copies:g} times"
-    return f"{token_bytes:,} bytes a token a rank, kept {kept} by the {num_ranks} ranks that share a request"
+    copies = "1 copy" if math.isclose(num_copies, 1) else f"{num_copies:g} copies"
+    return f"{token_bytes:,} bytes a token a rank; {holders} {copies} of it"
 
 
 def _mib(num_bytes: int) -> str:

@@ -125,7 +125,9 @@ class Program:
                 said.append(f"{_words(kind)} {names} over {_over(axes)}")
             if call.fused:
                 said.append(f"all-reduce its first input over {_over(call.fused)}, fused")
-            said += [f"within: {_words(each.kind)} over {_over(each.axes)}" for each in call.form.exchanges]
+            for (kind, axes), same in groupby(call.form.exchanges, lambda each: (each.kind, each.axes)):
+                times = len(tuple(same))
+                said.append(f"within: {_words(kind)} over {_over(axes)}{f', {times} times' if times > 1 else ''}")
             out.append(f"{op.name}\t{_arrow(op, call.form)}\t{'; '.join(said)}")
         return tuple(out)
 

@@ -12,7 +12,7 @@ import pytest
 from tokenspeed.spmd import interpreter
 from tokenspeed.spmd.compiler import compile_plan
 from tokenspeed.spmd.cost import CostModel
-from tokenspeed.spmd.declare import NORM, Form, Placement
+from tokenspeed.spmd.declare import NORM, Form, Placement, forms
 from tokenspeed.spmd.graph import Graph
 from tokenspeed.spmd.interpreter import run
 from tokenspeed.spmd.mesh import GroupSizes, Mesh
@@ -162,3 +162,35 @@ def test_idle_ranks_skip_maths_that_may_be_skipped() -> None:
 
 def test_the_interpreter_needs_no_tensor_library() -> None:
     assert "torch" not in vars(interpreter)
+
+
+def test_people_read_what_is_exchanged_in_words() -> None:
+    by_op = {line.split("\t")[0]: line.split("\t")[2] for line in PROGRAM.sentences()}
+    assert len(by_op) == len(PROGRAM.ops)
+    for call in (call for _, call in fused_calls(PROGRAM)):
+        assert "all-reduce its first input over ax" in by_op[PROGRAM.ops[call.op].name]
+    moves = [step for step in PROGRAM.steps if isinstance(step, Move)]
+    said = "; ".join(by_op.values())
+    assert moves
+    for move in moves:
+        assert f"{move.kind.replace('_', '-')} " in said
+
+
+def test_an_op_that_exchanges_twice_alike_says_so() -> None:
+    graph = Graph()
+    x = graph.source("ids", width=4096)
+    x = graph.experts("layers.3.experts", x, graph.router("layers.3.router", x, 64), top_k=1)
+    graph.output("end", x)
+    mesh = Mesh.of(GroupSizes.of(16, ep=16))
+    exchanging = next(form for form in forms(graph.ops[2].placement, mesh, "experts") if form.exchanges)
+    axis = (0,)
+    steps = (
+        Call(0, Form("R", "R")),
+        Move(0, "R", MoveKind.SLICE, axis),
+        Call(1, Form("S", "S")),
+        Call(2, exchanging),
+        Move(2, "S", MoveKind.ALL_GATHER, axis),
+        Call(3, Form("R", "R")),
+    )
+    said = Program(mesh, tuple(graph.ops), steps).sentences()[2]
+    assert said == "layers.3.experts\tS > S\twithin: all-to-all over axis 0, 2 times"

@@ -7,7 +7,8 @@ know a tensor library, how collectives are made, or what an op computes; those a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import GeneratorType
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,16 +74,19 @@ class Executor:
         self._values = {value.index: value for op in program.ops for value in op.outs}
         computed = [op.name for op in program.ops if op.ins and op.outs and not _selects(op)]
         assert not set(computed) - set(maths), f"no maths for {sorted(set(computed) - set(maths))}"
-        self._nodes = [self._node(program.ops, step) for step in program.steps]
-        for place, dead in _deaths(program).items():
-            self._nodes[place] = _then_forget(self._nodes[place], dead)
+        deaths = _deaths(program)
+        self._nodes = [
+            (self._node(program.ops, step), deaths.get(place, ())) for place, step in enumerate(program.steps)
+        ]
 
     def run(self, step: StepInput) -> dict[str, Tensor]:
         """The outputs by the name of the op that takes them."""
         held: Held = {}
         outputs: dict[str, Tensor] = {}
-        for node in self._nodes:
+        for node, dead in self._nodes:
             node(step, held, outputs)
+            for register in dead:
+                del held[register]
         return outputs
 
     def _node(self, ops: Sequence[Op], step: Move | Call) -> _Node:
@@ -98,32 +102,37 @@ class Executor:
         if _selects(op):
             return self._select_node(sources[0], targets[0])
         mesh, rank, compute = self._mesh, self._rank, self._computation(op, call)
+        is_single = len(targets) == 1
 
         def run(step: StepInput, held: Held, outputs: dict[str, Tensor]) -> None:
-            results = compute(View(mesh, rank, op, call.form, step), [held[source] for source in sources])
-            for target, tensor in zip(targets, results, strict=True):
-                held[target] = tensor
+            result = compute(View(mesh, rank, op, call.form, step), [held[source] for source in sources])
+            if is_single:
+                held[targets[0]] = result
+            else:
+                held.update(zip(targets, result, strict=True))
 
         return run
 
-    def _computation(self, op: Op, call: Call) -> Callable[[View, list[Tensor]], Sequence[Tensor]]:
+    def _computation(self, op: Op, call: Call) -> Callable[[View, list[Tensor]], Tensor]:
+        """The output of an op, or a tuple of its outputs where there are several."""
         if call.fused and op.name in self._fused:
             fused = self._fused[op.name]
-            return lambda view, inputs: _several(fused(view, call.fused, *inputs))
+            return lambda view, inputs: fused(view, call.fused, *inputs)
         maths, collectives, may_skip = self._maths.get(op.name), self._collectives, op.placement.idle_ok
         assert maths is not None, f"{op.name} has no maths"
 
-        def compute(view: View, inputs: list[Tensor]) -> Sequence[Tensor]:
+        def compute(view: View, inputs: list[Tensor]) -> Tensor:
             if call.fused:
                 inputs[0] = collectives.all_reduce(inputs[0], call.fused)
-            if may_skip and not len(inputs[0]):
-                return [collectives.zeros(0, value) for value in op.outs]
+            if may_skip and inputs[0].shape[0] == 0:
+                nothing = tuple(collectives.zeros(0, value) for value in op.outs)
+                return nothing if len(nothing) > 1 else nothing[0]
             result = maths(view, *inputs)
-            return _several(self._exchanged(result) if isinstance(result, Generator) else result)
+            return self._exchanged(result) if isinstance(result, GeneratorType) else result
 
         return compute
 
-    def _exchanged(self, asking: Generator[Request, tuple[Tensor, ...], Tensor]) -> Tensor:
+    def _exchanged(self, asking: GeneratorType[Request, tuple[Tensor, ...], Tensor]) -> Tensor:
         """Answer an op that stops at its exchanges."""
         try:
             request = next(asking)
@@ -229,16 +238,3 @@ def _deaths(program: Program) -> dict[int, tuple[Register, ...]]:
     for register, place in last.items():
         deaths[place] = (*deaths.get(place, ()), register)
     return deaths
-
-
-def _then_forget(node: _Node, dead: tuple[Register, ...]) -> _Node:
-    def run(step: StepInput, held: Held, outputs: dict[str, Tensor]) -> None:
-        node(step, held, outputs)
-        for register in dead:
-            del held[register]
-
-    return run
-
-
-def _several(result: Tensor) -> Sequence[Tensor]:
-    return result if isinstance(result, tuple) else (result,)

@@ -71,9 +71,9 @@ class StepInput:
         return np.flatnonzero(np.isin(self.rows(RowSet.TOKENS, layout, rank), self.sampled))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class View:
-    """What the maths of an op sees of its rank."""
+    """What the maths of an op sees of its rank, good until the op has answered."""
 
     mesh: Mesh
     rank: int

@@ -20,7 +20,7 @@ import pytest
 
 from scripted import write_scripted_model
 
-MODULE = ("-m", "tokenspeed.cli")
+MODULE = ("-m", "tokenspeed")
 LAUNCHER = (sys.executable, "-m", "torch.distributed.run")
 REPLY = "All work and no play makes a dull day. " * 50
 

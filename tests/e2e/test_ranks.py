@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,52 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(folder: Path) -> Non
     ((code, text, log),) = run(command)
     assert code != 0 and text == ""
     assert "error: the launcher has started 2 ranks, but --tp 1 times --dp-attention 1 are 1" in log
+
+
+PROMPTS = (
+    "Write a haiku about rain.",
+    "List three prime numbers.",
+    "What does the command `ls -la` show?",
+    "Explain what a mutex is.",
+)
+
+
+def texts(start: Any, model: Path, *flags: str) -> list[str]:
+    """What a server answers to all prompts at once."""
+    server = start(str(model), "--kv-tokens", "4096", *flags)
+    server.client.timeout = httpx.Timeout(900.0)
+    try:
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            answers = list(pool.map(lambda prompt: server.chat(prompt, max_tokens=40), PROMPTS))
+        assert [answer.status_code for answer in answers] == [200] * len(PROMPTS)
+        server.wait_until_idle(10.0)
+        return [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def smollm2_answers(start_module_server: Any, smollm2_path: Path) -> list[str]:
+    """Those of one rank."""
+    return texts(start_module_server, smollm2_path)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(
+    "flags",
+    [("--tp", "3"), pytest.param(("--tp", "1", "--dp-attention", "3"), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_smollm2_over_three_ranks_answers_as_over_one(
+    start_server: Any, smollm2_path: Path, smollm2_answers: list[str], flags: tuple[str, ...]
+) -> None:
+    """Nine heads and three K/V heads; or whole heads, and requests spread over three partitions."""
+    assert texts(start_server, smollm2_path, *flags) == smollm2_answers
+
+
+@pytest.mark.models
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_qwen_coder_over_two_ranks_answers_as_over_one(start_server: Any, qwen_coder_path: Path) -> None:
+    alone = texts(start_server, qwen_coder_path)
+    assert texts(start_server, qwen_coder_path, "--tp", "2") == alone

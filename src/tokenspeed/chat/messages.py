@@ -52,6 +52,22 @@ def malformed_calls_as_text(messages: Sequence[Mapping[str, object]]) -> list[di
     return result if moved else None
 
 
+def late_system_as_text(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """The conversation with every system message but one at its head moved, between marks, to the front of the next
+    user message; behind the last one it becomes a user message. For templates that take one at the head only."""
+    result: list[dict[str, object]] = []
+    waiting: list[str] = []
+    for index, message in enumerate(messages):
+        if index > 0 and message.get("role") in ("system", "developer"):
+            waiting.append(f"<system>\n{message['content']}\n</system>")
+        elif waiting and message.get("role") == "user":
+            result.append({**message, "content": "\n".join((*waiting, str(message["content"])))})
+            waiting = []
+        else:
+            result.append(dict(message))
+    return [*result, {"role": "user", "content": "\n".join(waiting)}] if waiting else result
+
+
 def _normalise(message: Message, where: str) -> dict[str, object]:
     result = {key: value for key, value in message.items() if value is not None}
     if not isinstance(result.get("role"), str):

@@ -17,7 +17,7 @@ import jinja2
 
 from tokenspeed.chat import Message, Tool
 from tokenspeed.chat.jinja_sandbox import OUTPUT_CHARS_MAX, RENDER_S_MAX, TemplateLimitError, sandbox
-from tokenspeed.chat.messages import malformed_calls_as_text, normalise_messages
+from tokenspeed.chat.messages import late_system_as_text, malformed_calls_as_text, normalise_messages
 from tokenspeed.core.errors import InvalidRequestError, TokenizerError
 
 _RENDER_ERRORS = (
@@ -36,12 +36,14 @@ _PROBE_VALUE = "probe-value"
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """How a template wants what can be written in several ways: text as a list of parts, the absent content of a
-    message with tool calls as None, tool-call arguments as JSON text."""
+    message with tool calls as None, tool-call arguments as JSON text. late_system: it takes system messages that are
+    not the first."""
 
     parts: bool = False
     none_content: bool = False
     text_arguments: bool = False
     developer: bool = False
+    late_system: bool = True
 
     def adapt(self, message: Mapping[str, object]) -> dict[str, object]:
         """A normalised message in this shape."""
@@ -92,6 +94,8 @@ class ChatTemplate:
         else. Raises InvalidRequestError when the template refuses the conversation.
         """
         chat = normalise_messages(messages)
+        if not self._shape.late_system:
+            chat = late_system_as_text(chat)
         variables = self._variables(tools, add_generation_prompt, kwargs)
         try:
             return self._run(chat, self._shape, variables)
@@ -132,21 +136,28 @@ class ChatTemplate:
     def _probe(self, developer: bool) -> _Shape:
         """The first shape in which a text, and then a tool call, is shown; templates do not say it otherwise."""
         parts = not self._shows(_TEXT_CHAT, _Shape()) and self._shows(_TEXT_CHAT, _Shape(parts=True))
+        late_system = self._shows(_LATE_SYSTEM_CHAT, _Shape(parts))
         for none_content, text_arguments in product((False, True), repeat=2):
-            shape = _Shape(parts, none_content, text_arguments, developer)
+            shape = _Shape(parts, none_content, text_arguments, developer, late_system)
             if self._shows(_CALL_CHAT, shape):
                 return shape
-        return _Shape(parts, developer=developer)
+        return _Shape(parts, developer=developer, late_system=late_system)
 
     def _shows(self, chat: Sequence[Message], shape: _Shape) -> bool:
         try:
             text = self._run(normalise_messages(chat), shape, self._variables([_PROBE_TOOL], True, {}))
         except _RENDER_ERRORS:
             return False
-        return _PROBE in text and (chat is _TEXT_CHAT or _PROBE_VALUE in text)
+        return _PROBE in text and (chat is not _CALL_CHAT or _PROBE_VALUE in text)
 
 
 _TEXT_CHAT: Sequence[Message] = ({"role": "user", "content": _PROBE},)
+_LATE_SYSTEM_CHAT: Sequence[Message] = (
+    {"role": "user", "content": "go"},
+    {"role": "assistant", "content": "gone"},
+    {"role": "system", "content": _PROBE},
+    {"role": "user", "content": "go on"},
+)
 _CALL_CHAT: Sequence[Message] = (
     {"role": "user", "content": "go"},
     {

@@ -202,3 +202,28 @@ def test_developer_is_system_where_the_template_knows_no_developer() -> None:
     chat = [{"role": "developer", "content": "D"}, {"role": "user", "content": "hi"}]
     assert ChatTemplate(source).render(chat) == "system:D;user:hi;"
     assert ChatTemplate("{# developer #}" + source).render(chat) == "developer:D;user:hi;"
+
+
+LATE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "ho"},
+    {"role": "system", "content": "The date is known."},
+    {"role": "user", "content": "and now?"},
+    {"role": "system", "content": "Finish."},
+]
+
+
+def test_a_late_system_message_stays_where_the_template_takes_it() -> None:
+    text = ChatTemplate(CHATML).render(LATE)
+    assert text.index("ho<|im_end|>") < text.index("<|im_start|>system\nThe date is known.") < text.index("and now?")
+
+
+def test_a_late_system_message_joins_the_next_user_turn_elsewhere() -> None:
+    head_only = (
+        "{%- for m in messages %}{%- if m.role == 'system' and not loop.first %}{{ raise_exception('system') }}"
+        "{%- endif %}[{{ m.role }}]{{ m.content }}\n{%- endfor %}"
+    )
+    late = "<system>\nThe date is known.\n</system>\nand now?"
+    expected = ["[system]Be brief.", "[user]hi", "[assistant]ho", f"[user]{late}", "[user]<system>\nFinish.\n</system>"]
+    assert ChatTemplate(head_only).render(LATE) == "".join(expected)

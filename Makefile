@@ -49,13 +49,13 @@ sim: ## the control plane's simulator under ASan and UBSan: make sim SEEDS=1000,
 	@cmake -S . -B build/sim -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTOKENSPEED_TESTS=ON -DTOKENSPEED_SANITIZE=ON \
 	  >build/sim.log 2>&1 || { cat build/sim.log; exit 1; }
 	@cmake --build build/sim -j $(JOBS) --target control_sim control_tests >build/sim.log 2>&1 || { cat build/sim.log; exit 1; }
-	@build/sim/csrc/control/control_sim $(if $(SEED),--seed $(SEED) \
-	  $(if $(SHOW),--html build/sim-$(SEED).html),--seeds $(SEEDS) --jobs $(JOBS) $(if $(SHOW),--show))
+	@build/sim/csrc/control/control_sim $(if $(SEED),--seed '$(SEED)' \
+	  $(if $(SHOW),--html 'build/sim-$(SEED).html'),--seeds '$(SEEDS)' --jobs '$(JOBS)' $(if $(SHOW),--show))
 
 bench: $(VENV)/.test ## decode speed of the default model beside transformers, same run
 	@$(BIN)/python bench/decode_cpu.py $(ARGS)
 
-mutants: ## deliberate faults of the control plane, and who catches each: make mutants ARGS="--seeds 1000"
+mutants: ## deliberate faults of the control plane, and who catches each: make mutants ARGS="--seeds 1000 [NAME ...]"
 	@mkdir -p build
 	@$(PYTHON) csrc/control/mutants/run.py --jobs $(JOBS) $(ARGS)
 

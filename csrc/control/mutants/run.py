@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -109,12 +110,35 @@ def catchers(seeds: int) -> list[str]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=300, help="seeds that the simulator runs for each")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("names", nargs="*", help="only these, without .patch")
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mutants: {message}\n")
+
+
+def asked_for() -> argparse.Namespace:
+    """What the command line asks for; a name that is no fault ends the program."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("--seeds", type=at_least_one, default=300, help="seeds that the simulator runs for each")
+    parser.add_argument("--jobs", type=at_least_one, default=2)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these, without .patch")
     options = parser.parse_args()
+    known = {path.stem for path in HERE.glob("*.patch")}
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"no such fault: {', '.join(unknown)} (they are the patches in {HERE.relative_to(ROOT)})")
+    return options
+
+
+def main() -> int:
+    options = asked_for()
     patches = [path for path in sorted(HERE.glob("*.patch")) if not options.names or path.stem in options.names]
     refresh_tree()
     configure = ["cmake", "-S", str(TREE), "-B", str(BINARIES)]

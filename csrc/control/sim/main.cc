@@ -4,14 +4,12 @@
 // is "N seeds, M violations".
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <iostream>
-#include <optional>
-#include <set>
-#include <sstream>
 #include <string>
+#include <vector>
 
+#include "options.h"
 #include "picture.h"
 #include "runner.h"
 #include "shrink.h"
@@ -29,77 +27,24 @@ using namespace tokenspeed::control::sim;
 
 constexpr std::size_t kMostShrunk = 3;
 
-struct Options {
-  Seeds seeds;
-  Setup setup;  // of one seed
-  bool show = false;
-  bool trace = false;
-  std::string html;
-  [[nodiscard]] bool is_one() const { return trace || !html.empty() || setup.num_rounds || setup.kept; }
-};
-
-[[noreturn]] void usage() {
-  (void)std::fprintf(stderr,
-                     "usage: control_sim [--seeds N] [--seed S] [--jobs J] [--show]\n"
-                     "       control_sim --seed S [--trace] [--html FILE] [--rounds R] [--keep ID,ID,...|none]\n");
-  std::exit(2);
-}
-
-std::set<std::int64_t> parse_ids(const std::string& text) {
-  std::set<std::int64_t> ids;
-  std::istringstream words(text == "none" ? "" : text);
-  for (std::string word; std::getline(words, word, ',');) {
-    ids.insert(std::strtoll(word.c_str(), nullptr, 10));
-  }
-  return ids;
-}
-
-Options parse(int argc, char** argv) {
-  Options options;
-  for (int index = 1; index < argc; ++index) {
-    const std::string name = argv[index];
-    if (name == "--show") {
-      options.show = true;
-      continue;
-    }
-    if (name == "--trace") {
-      options.trace = true;
-      continue;
-    }
-    if (index + 1 >= argc) {
-      usage();
-    }
-    const std::string value = argv[++index];
-    if (name == "--seed") {
-      options.seeds.first = std::strtoull(value.c_str(), nullptr, 10);
-    } else if (name == "--seeds") {
-      options.seeds.count = std::strtoull(value.c_str(), nullptr, 10);
-    } else if (name == "--jobs") {
-      options.seeds.num_jobs = std::strtoull(value.c_str(), nullptr, 10);
-    } else if (name == "--html") {
-      options.html = value;
-    } else if (name == "--rounds") {
-      options.setup.num_rounds = std::strtoll(value.c_str(), nullptr, 10);
-    } else if (name == "--keep") {
-      options.setup.kept = parse_ids(value);
-    } else {
-      usage();
-    }
-  }
-  options.setup.seed = options.seeds.first;
-  return options;
-}
+constexpr const char* kUsage =
+    "usage: control_sim [--seeds N] [--seed S] [--jobs J] [--show]\n"
+    "       control_sim --seed S [--trace] [--html FILE] [--rounds R] [--keep ID,ID,...|none]\n";
 
 // Here and not in a child, so that a debugger sees it.
 int run_one(const Options& options) {
   Setup setup = options.setup;
   Picture picture;
+  std::ofstream page = options.html.empty() ? std::ofstream() : opened(options.html);
   setup.trace = options.trace ? &std::cout : nullptr;
   setup.picture = options.html.empty() ? nullptr : &picture;
   Coverage coverage;
   const Outcome outcome = run_checked(setup, coverage);
   if (!options.html.empty()) {
-    std::ofstream(options.html) << picture.html(setup.seed, outcome.violation);
+    page << picture.html(setup.seed, outcome.violation) << std::flush;
+    if (!page) {
+      throw BadUsage("cannot write all of '" + options.html + "'");
+    }
     std::cout << "picture: " << options.html << '\n';
   }
   if (!outcome.violation.empty()) {
@@ -148,10 +93,7 @@ void print_coverage(const Totals& totals) {
   std::cout << "all plans " << std::hex << plans << std::dec << '\n';
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const Options options = parse(argc, argv);
+int run(const Options& options) {
   if (options.is_one()) {
     return run_one(options);
   }
@@ -170,4 +112,16 @@ int main(int argc, char** argv) {
   }
   std::cout << options.seeds.count << " seeds, " << totals.violations.size() << " violations\n";
   return totals.violations.empty() ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  try {
+    return run(parse(words));
+  } catch (const BadUsage& bad) {
+    (void)std::fprintf(stderr, "control_sim: %s\n%s", bad.what(), words.size() > 1 ? "" : kUsage);
+    return 2;
+  }
 }

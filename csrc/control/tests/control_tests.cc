@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs what can only be seen from inside the control plane: handles, pools, tables, the index, cache groups, the host
-// tier, and policy. Built with TOKENSPEED_TESTS and run at the end of its build.
+// tier, policy, and the simulator's command line. Built with TOKENSPEED_TESTS and run at the end of its build.
 #include <array>
 #include <cstddef>
 #include <cstdio>
@@ -11,8 +11,8 @@
 
 int main() {
   using namespace tokenspeed::control::testing;
-  const std::array<std::span<const Test>, 7> files{handle_tests(), pool_tests(), table_tests(), index_tests(),
-                                                   group_tests(),  host_tests(), policy_tests()};
+  const std::array<std::span<const Test>, 8> files{handle_tests(), pool_tests(), table_tests(),  index_tests(),
+                                                   group_tests(),  host_tests(), policy_tests(), options_tests()};
   std::size_t num_tests = 0;
   int num_failed = 0;
   for (const std::span<const Test> tests : files) {

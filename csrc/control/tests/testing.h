@@ -28,6 +28,7 @@ struct Test {
 [[nodiscard]] std::span<const Test> index_tests();
 [[nodiscard]] std::span<const Test> group_tests();
 [[nodiscard]] std::span<const Test> host_tests();
+[[nodiscard]] std::span<const Test> options_tests();
 [[nodiscard]] std::span<const Test> policy_tests();
 
 #define EXPECT(condition, ...) TS_CHECK(condition __VA_OPT__(, ) __VA_ARGS__)

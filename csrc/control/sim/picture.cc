@@ -16,6 +16,8 @@ namespace {
 constexpr double kLeft = 90;
 constexpr double kRowHeight = 10;
 constexpr double kPageHeight = 6;
+constexpr double kAxisHeight = 10;
+constexpr double kTickDistance = 40;
 
 // State or kind of page, colour, words.
 struct Colour {
@@ -34,7 +36,7 @@ constexpr std::array<Colour, 8> kStates{{{"Queued", "#d9d9d9", "queued"},
                                          {"Draining", "#8c6d31", "drains"}}};
 
 constexpr std::array<Colour, 4> kPages{{{"m", "#6a3d9a", "shared by several"},
-                                        {"c", "#e8e8e8", "cached"},
+                                        {"c", "#e8e8e8", "cached, nobody uses it"},
                                         {"t", "#222222", "a transfer has it"},
                                         {"e", "#b15928", "expired, waits for its step"}}};
 
@@ -42,6 +44,22 @@ template <std::size_t N>
 std::string fill_of(const std::array<Colour, N>& colours, const std::string& name) {
   const auto found = std::find_if(colours.begin(), colours.end(), [&](const Colour& one) { return name == one.name; });
   return found == colours.end() ? "" : found->fill;
+}
+
+// What stands before the names of those who own a page.
+constexpr std::array<Colour, 4> kOwned{{{"w", "", "written by "},
+                                        {"s", "", "sealed, read by "},
+                                        {"m", "", "sealed, shared by "},
+                                        {"h", "", "held for the next turn after "}}};
+
+template <std::size_t N>
+std::string words_of(const std::array<Colour, N>& colours, const std::string& name) {
+  const auto found = std::find_if(colours.begin(), colours.end(), [&](const Colour& one) { return name == one.name; });
+  return found == colours.end() ? "" : found->words;
+}
+
+std::string page_words(const std::string& kind, const std::string& owner) {
+  return owner.empty() ? words_of(kPages, kind) : words_of(kOwned, kind) + owner;
 }
 
 // A hue for each request; the lighter, the less it may do with the page.
@@ -172,13 +190,37 @@ void Picture::add_pool(Section& section, const Pool& pool, const std::map<std::i
   }
 }
 
+std::string Picture::words_of(const Cell& cell, bool states) {
+  if (states) {
+    return sim::words_of(kStates, cell.kind) + " (at first with " + cell.owner + ")";
+  }
+  return page_words(cell.kind, cell.owner);
+}
+
+// The rounds of the columns, where there is room to write them.
+std::string Picture::axis(double width, double top) const {
+  std::ostringstream out;
+  const auto every = static_cast<std::size_t>(kTickDistance / width) + 1;
+  out << "<text x=\"" << kLeft - 4 << "\" y=\"" << top + 7 << "\" text-anchor=\"end\">round</text>";
+  for (std::size_t column = 0; column < rounds_.size(); column += every) {
+    const double x = kLeft + static_cast<double>(column) * width;
+    out << "<rect x=\"" << x << "\" y=\"" << top << "\" width=\"1\" height=\"" << kAxisHeight
+        << "\" fill=\"#999999\"/><text x=\"" << x + 3 << "\" y=\"" << top + 7 << "\">" << rounds_[column] << "</text>";
+  }
+  return out.str();
+}
+
 std::string Picture::svg_of(const Section& section, double width, bool states, double& top) const {
   std::ostringstream out;
   const double height = states ? kRowHeight : kPageHeight;
   out << "<text x=\"0\" y=\"" << top + 9 << "\" style=\"font-size:11px;font-weight:600\">" << section.title
       << "</text>";
   top += 14;
+  out << axis(width, top);
+  top += kAxisHeight;
+  std::size_t number = 0;
   for (const Row& row : section.rows) {
+    const std::string name = states ? "request " + row.name : "page " + std::to_string(++number);
     if (states) {
       out << "<rect x=\"" << kLeft - 50 << "\" y=\"" << top << "\" width=\"8\" height=\"" << height - 1 << "\" fill=\""
           << page_fill("s", row.name) << "\"/>";
@@ -200,8 +242,8 @@ std::string Picture::svg_of(const Section& section, double width, bool states, d
       const std::string fill =
           states ? fill_of(kStates, cell->second.kind) : page_fill(cell->second.kind, cell->second.owner);
       out << "<rect x=\"" << x << "\" y=\"" << top << "\" width=\"" << wide << "\" height=\"" << height - 1
-          << "\" fill=\"" << fill << "\"><title>" << row.name << ' ' << cell->second.kind << ' ' << cell->second.owner
-          << ", rounds " << rounds_[cell->first] << " to " << rounds_[last->first] << "</title></rect>";
+          << "\" fill=\"" << fill << "\"><title>" << name << ": " << words_of(cell->second, states) << ", rounds "
+          << rounds_[cell->first] << " to " << rounds_[last->first] << "</title></rect>";
       cell = next;
     }
     top += height;
@@ -223,8 +265,9 @@ std::string Picture::html(std::uint64_t seed, const std::string& violation) cons
     }
   }
   std::ostringstream out;
-  out << kHead << "<title>Seed " << seed << "</title><h1>Seed " << seed << "</h1><p>Each column is what holds after a "
-      << "plan. Point at a rectangle to read it.</p><p><b>Requests</b> ";
+  out << kHead << "<title>Seed " << seed << "</title><h1>Seed " << seed
+      << "</h1><p>Each column is what holds after the "
+      << "plan of a round. Point at a rectangle to read it.</p><p><b>Requests</b> ";
   add_legend(out, kStates);
   out << "</p><p><b>Pages</b> <span>the hue beside each request: dark where it writes the page, middle it shares a "
          "sealed page, "

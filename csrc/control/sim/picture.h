@@ -40,6 +40,8 @@ class Picture {
   void add_requests(const Scheduler& scheduler, std::size_t column);
   template <class Pool>
   void add_pool(Section& section, const Pool& pool, const std::map<std::int32_t, Cell>& owners, std::size_t column);
+  [[nodiscard]] static std::string words_of(const Cell& cell, bool states);
+  [[nodiscard]] std::string axis(double width, double top) const;
   [[nodiscard]] std::string svg_of(const Section& section, double width, bool states, double& top) const;
 
   Section requests_{.title = "Requests", .rows = {}};

@@ -14,7 +14,7 @@
 namespace tokenspeed::control {
 
 // Identity of a run of placeholder tokens that stand for something else, for example an image: two prompts share
-// the blocks that touch a span only if the contents are the same.
+// the blocks that touch a span only if the contents, and so their lengths, are the same.
 struct ContentSpan {
   Tokens start;
   Tokens length;

@@ -64,7 +64,8 @@ BlockHash hash_block(const BlockHash& parent, std::span<const std::int32_t> toke
 }
 
 BlockHash hash_content(const BlockHash& hash, const ContentSpan& span, std::int64_t offset) {
-  return mix(mix(mix(hash, span.hash_high), span.hash_low), static_cast<std::uint64_t>(offset));
+  const BlockHash content = mix(mix(hash, span.hash_high), span.hash_low);
+  return mix(mix(content, static_cast<std::uint64_t>(span.length.value())), static_cast<std::uint64_t>(offset));
 }
 
 }  // namespace tokenspeed::control

@@ -22,7 +22,8 @@ struct BlockHash {
 
 [[nodiscard]] BlockHash hash_block(const BlockHash& parent, std::span<const std::int32_t> token_ids);
 
-// Folds in the content of a span that touches the block. offset: where the span starts relative to the block.
+// Folds in the content of a span that touches the block, its length included: the same hash at another length is
+// another content. offset: where the span starts relative to the block.
 [[nodiscard]] BlockHash hash_content(const BlockHash& hash, const ContentSpan& span, std::int64_t offset);
 
 }  // namespace tokenspeed::control

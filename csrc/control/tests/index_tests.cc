@@ -59,6 +59,7 @@ void hashes_tell_tokens_order_parents_namespaces_and_contents_apart() {
   const std::array<std::int32_t, 3> shorter{1, 2, 3};
   const BlockHash root = hash_root("", "");
   const ContentSpan cat{.start = Tokens(0), .length = Tokens(2), .hash_high = 1, .hash_low = 2};
+  const ContentSpan longer{.start = Tokens(0), .length = Tokens(3), .hash_high = 1, .hash_low = 2};
   const ContentSpan dog{.start = Tokens(0), .length = Tokens(2), .hash_high = 1, .hash_low = 3};
   const BlockHash block = hash_block(root, ascending);
   const std::vector<BlockHash> all{root,
@@ -73,7 +74,8 @@ void hashes_tell_tokens_order_parents_namespaces_and_contents_apart() {
                                    hash_block(block, ascending),
                                    hash_content(block, cat, 0),
                                    hash_content(block, dog, 0),
-                                   hash_content(block, cat, 1)};
+                                   hash_content(block, cat, 1),
+                                   hash_content(block, longer, 0)};
   for (std::size_t a = 0; a < all.size(); ++a) {
     for (std::size_t b = a + 1; b < all.size(); ++b) {
       EXPECT(all[a].high != all[b].high && all[a].low != all[b].low, a, b);

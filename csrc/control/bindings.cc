@@ -27,6 +27,7 @@ using namespace nb::literals;
 namespace tokenspeed::control {
 namespace {
 
+// Taken as it is: an array of another type would be cast in silence.
 using Int32Input = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::span<const std::int32_t> span_of(const Int32Input& array) { return {array.data(), array.size()}; }
@@ -205,9 +206,9 @@ void bind(nb::module_& module) {
       .def("__init__", &construct, nb::kw_only(), "groups"_a, "num_partitions"_a, "max_num_seqs"_a,
            "max_num_batched_tokens"_a, "max_model_len"_a, "ageing_steps"_a, "prefix_caching"_a, "host_store"_a,
            "kv_events"_a)
-      .def("submit", &submit, "index"_a, "generation"_a, "token_ids"_a, "max_new_tokens"_a, "min_new_tokens"_a,
-           "end_token_ids"_a, "priority"_a, "namespace"_a, "match_limit"_a.none(), "adapter"_a, "spans"_a,
-           "retain"_a.none(), "deadline_ms"_a.none(), "draft_width"_a, "partition_hint"_a.none())
+      .def("submit", &submit, "index"_a, "generation"_a, "token_ids"_a.noconvert(), "max_new_tokens"_a,
+           "min_new_tokens"_a, "end_token_ids"_a, "priority"_a, "namespace"_a, "match_limit"_a.none(), "adapter"_a,
+           "spans"_a, "retain"_a.none(), "deadline_ms"_a.none(), "draft_width"_a, "partition_hint"_a.none())
       .def("cancel", [](Scheduler& self, std::int32_t index,
                         std::int32_t generation) { self.enqueue(Cancel{.key = key_of(index, generation)}); })
       .def("finish",
@@ -225,7 +226,8 @@ void bind(nb::module_& module) {
       .def("tick", [](Scheduler& self, std::int64_t now_ms) { self.enqueue(Tick{.now_ms = now_ms}); })
       .def("apply", &apply)
       .def("next_plan", &next_plan)
-      .def("advance", &advance)
+      .def("advance", &advance, "step_id"_a, "accepted_offsets"_a.noconvert(), "token_ids"_a.noconvert(),
+           "row_faults"_a.noconvert(), "fault"_a)
       .def("take_events", &take_events)
       .def("take_kv_events", &take_kv_events)
       .def("stats", &stats)

@@ -3,6 +3,7 @@
 #include "books.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "check.h"
 
@@ -27,6 +28,11 @@ Scheduler::List Scheduler::list_of(const Sequence& sequence) {
   return sequence.is<Held>() ? List::kHeld : List::kDone;
 }
 
+// Of those that own pages without running; one that awaits a transfer can give way once that has ended.
+bool Scheduler::is_leaving(List list) {
+  return list == List::kAwaiting || list == List::kGivingWay || list == List::kEnding || list == List::kSending;
+}
+
 void Scheduler::leave(List list, Slot slot) {
   --counts_[static_cast<std::size_t>(list)];
   if (list == List::kRunning) {
@@ -44,6 +50,9 @@ void Scheduler::leave(List list, Slot slot) {
 
 void Scheduler::enter(List list, Slot slot) {
   ++counts_[static_cast<std::size_t>(list)];
+  if (is_leaving(list)) {
+    ++roster_of(at(slot).grant().home()).num_leaving;
+  }
   switch (list) {
     case List::kRunning:
       insert_running(slot);
@@ -59,6 +68,7 @@ void Scheduler::enter(List list, Slot slot) {
       break;
     case List::kDone: {
       const RequestKey key = at(slot).key();
+      stop_timer(at(slot));
       slots_.erase((std::uint64_t{static_cast<std::uint32_t>(key.index)} << 32U) |
                    static_cast<std::uint32_t>(key.generation));
       sequences_[static_cast<std::size_t>(slot.value())].reset();
@@ -77,9 +87,11 @@ void Scheduler::enter(List list, Slot slot) {
 void Scheduler::enter_held(Slot slot) {
   Sequence& sequence = at(slot);
   const HoldWish wish = sequence.hold().value_or(HoldWish{});
-  const std::int64_t deadline_ms = wish.deadline_ms.value_or(now_ms_ + wish.ttl_ms);
+  // A time to live that is too long for the clock has no end.
+  const std::int64_t longest_ms = std::numeric_limits<std::int64_t>::max() - now_ms_;
+  const std::int64_t deadline_ms = wish.deadline_ms.value_or(now_ms_ + std::min(wish.ttl_ms, longest_ms));
   sequence.retain_until(deadline_ms);
-  set_timer(deadline_ms, sequence.key());
+  set_timer(deadline_ms, sequence);
   Roster& roster = roster_of(sequence.held().home());
   const HeldEntry entry{.rank = HeldRank{.priority = wish.priority, .deadline_ms = deadline_ms, .number = num_holds_++},
                         .slot = slot,

@@ -11,9 +11,14 @@ namespace tokenspeed::control {
 template <class Signal>
 void Scheduler::send(Slot slot, Signal&& incoming) {
   const List before = list_of(at(slot));
+  // Once it has left it may be at home nowhere.
+  Roster* const leaving = is_leaving(before) ? &roster_of(at(slot).grant().home()) : nullptr;
   at(slot).handle(std::forward<Signal>(incoming));
   const List after = list_of(at(slot));
   if (before != after) {
+    if (leaving != nullptr) {
+      --leaving->num_leaving;
+    }
     leave(before, slot);
     enter(after, slot);
   }

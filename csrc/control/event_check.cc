@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "event_check.h"
 
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <variant>
@@ -15,18 +17,23 @@ namespace {
 constexpr std::int32_t kMaxRequestIndex = 1 << 20;
 constexpr std::int32_t kMaxPriority = 1 << 20;
 
+// Whatever the numbers are, no sum of two of them is made before both are known to be small.
 void check_spans(const Submit& submit) {
+  const Tokens len(std::ssize(submit.token_ids));
   Tokens end;
   for (const ContentSpan& span : submit.spans) {
-    TS_CHECK(span.start >= end && span.length >= Tokens(1), "request", submit.key, "span", span.start, span.length);
+    TS_CHECK(span.start >= end && span.start <= len && span.length >= Tokens(1) && span.length <= len - span.start,
+             "request", submit.key, "span", span.start, span.length, "after", end, "in tokens", len);
     end = span.start + span.length;
   }
-  TS_CHECK(end.value() <= static_cast<std::int64_t>(submit.token_ids.size()), "request", submit.key, "span end", end);
 }
 
 void check_submit(const Submit& submit, const EventContext& context) {
   const RequestKey& key = submit.key;
   TS_CHECK(!submit.token_ids.empty(), "request", key, "has no tokens");
+  const auto negative = std::find_if(submit.token_ids.begin(), submit.token_ids.end(), [](auto id) { return id < 0; });
+  TS_CHECK(negative == submit.token_ids.end(), "request", key, "token", negative - submit.token_ids.begin(), "is",
+           *negative);
   TS_CHECK(submit.max_new_tokens >= Tokens(1), "request", key, "max_new_tokens", submit.max_new_tokens);
   TS_CHECK(submit.min_new_tokens >= Tokens(0), "request", key, "min_new_tokens", submit.min_new_tokens);
   TS_CHECK(submit.priority >= -kMaxPriority && submit.priority <= kMaxPriority, "request", key, submit.priority);
@@ -60,7 +67,7 @@ class BatchCheck {
     check_known(finish.key);
     const auto found = batch_.find(finish.key.index);
     const bool is_new = found != batch_.end() && found->second == finish.key.generation;
-    const Tokens most = is_new ? Tokens(0) : context_.num_generated(finish.key);
+    const Tokens most = is_new ? Tokens(0) : context_.most_kept(finish.key);
     TS_CHECK(finish.keep_tokens >= Tokens(0) && finish.keep_tokens <= most, "request", finish.key, "keep_tokens",
              finish.keep_tokens, "generated", most);
   }

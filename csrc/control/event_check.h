@@ -15,9 +15,10 @@ namespace tokenspeed::control {
 struct EventContext {
   // The highest generation seen at an index, or -1.
   std::function<std::int32_t(std::int32_t index)> generation;
-  // Whether a request that has not ended is at the index, and how many tokens a request has generated.
+  // Whether a request that has not ended is at the index, and how many tokens a Finish may keep: what is generated, or
+  // any number where the request has ended and the two have crossed.
   std::function<bool(std::int32_t index)> is_live;
-  std::function<Tokens(RequestKey key)> num_generated;
+  std::function<Tokens(RequestKey key)> most_kept;
   std::int64_t now_ms = 0;
   std::int32_t num_partitions = 1;
   // Most tokens that a row may draft; 0 where a group keeps a state, which cannot be taken back.

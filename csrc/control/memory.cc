@@ -58,9 +58,7 @@ Scheduler::Room Scheduler::find_room(Partition& partition, CacheGroup<Kind>& gro
   }
   // Pages come back with the next results; taking more now would only be thrash. What awaits a transfer can give way
   // once that has ended, so the first in line does not have to.
-  const bool comes_back =
-      num_of(List::kGivingWay) + num_of(List::kEnding) + num_of(List::kSending) + num_of(List::kAwaiting) > 0 ||
-      group.num_storing() > Blocks(0);
+  const bool comes_back = roster_of(partition).num_leaving > 0 || group.num_storing() > Blocks(0);
   return comes_back || !group.kKeepsAll ? Room::kWait : Room::kNone;
 }
 
@@ -130,7 +128,7 @@ void Scheduler::plan_stores(StepPlan& plan) {
           group.begin_sealed_stores(kMostStores, stores->stores.template of<Kind>());
         }
       }
-      if (has_work() && config_.host_store == HostStore::kOnPressure) {
+      if (is_busy() && config_.host_store == HostStore::kOnPressure) {
         make_ready(partition, group, policy::ready_reserve(group.device().total(), group.host().total()), false);
       }
     });

@@ -19,7 +19,15 @@ std::int32_t narrow(std::int64_t value) { return static_cast<std::int32_t>(value
 }  // namespace
 
 StepPlan* Scheduler::next_plan() {
+  check_whole();
   TS_CHECK(ledger_.num_in_flight() < kMaxStepsInFlight, "steps in flight", ledger_.num_in_flight());
+  half_made_ = true;
+  StepPlan* const plan = fill_plan();
+  half_made_ = false;
+  return plan;
+}
+
+StepPlan* Scheduler::fill_plan() {
   StepPlan& plan = plans_[static_cast<std::size_t>((last_step_ + 1) % std::int64_t{kMaxStepsInFlight})];
   plan.clear();
   plan_expiry(plan);
@@ -38,7 +46,7 @@ StepPlan* Scheduler::next_plan() {
   plan_sends(plan);
   if (plan.is_empty()) {
     // With nothing in flight nothing will ever change by itself, so whoever waits now would wait for ever.
-    TS_CHECK(ledger_.num_in_flight() + transfers_.num_in_flight() > 0 || !has_work(), "running", num_of(List::kRunning),
+    TS_CHECK(ledger_.num_in_flight() + transfers_.num_in_flight() > 0 || !is_busy(), "running", num_of(List::kRunning),
              "waiting", waiting_.size(), "draining", num_of(List::kEnding));
     return nullptr;
   }

@@ -19,7 +19,14 @@ std::span<const std::int32_t> accepted_by(const StepResult& result, std::size_t 
 }  // namespace
 
 void Scheduler::advance(const StepResult& result) {
+  check_whole();
   check_result(result);
+  half_made_ = true;
+  take_in(result);
+  half_made_ = false;
+}
+
+void Scheduler::take_in(const StepResult& result) {
   const std::size_t num_rows = ledger_.oldest().rows.size();
   ledger_.begin_settling(result.step_id, result.fault);
   for (std::size_t row = 0; row < num_rows; ++row) {

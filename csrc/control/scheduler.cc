@@ -2,8 +2,10 @@
 #include "scheduler.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <numeric>
+#include <tuple>
 #include <utility>
 #include <variant>
 
@@ -15,24 +17,44 @@ namespace tokenspeed::control {
 
 namespace {
 
+// Of all numbers that are counted in tokens, blocks or steps: sums of a few of them, and their products with a
+// priority or a number of partitions, are far from the end of int64, and each fits int32.
 constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 4;
+constexpr std::int32_t kMaxPartitions = 1 << 16;
 constexpr std::int32_t kMostDrafts = 64;
+// Timers that are kept though they were set anew or stopped, beside one for each that is set.
+constexpr std::size_t kMostStaleTimers = 64;
+
+void check_in(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
+  TS_CHECK(value >= least && value <= most, name, value, "is not within", least, "and", most);
+}
+
+void check_group(const GroupSpec& spec, std::int64_t num_partitions) {
+  check_in("kind of group", static_cast<std::int64_t>(spec.kind), 0, static_cast<std::int64_t>(GroupKind::kRecurrent));
+  check_in("num_blocks", spec.num_blocks.value(), 1, kMax / num_partitions);
+  check_in("num_host_blocks", spec.num_host_blocks.value(), 0, kMax / num_partitions);
+  check_in("block_size", spec.block_size.value(), 1, kMax);
+  check_in("window", spec.window.value(), spec.kind == GroupKind::kWindow ? 2 : 0, kMax);
+}
 
 Config checked(const Config& config) {
-  TS_CHECK(!config.groups.empty() && config.groups.size() <= 64, "groups", config.groups.size());
+  check_in("groups", std::ssize(config.groups), 1, 64);
+  check_in("num_partitions", config.num_partitions, 1, kMaxPartitions);
+  std::int64_t unit = 1;
   for (const GroupSpec& spec : config.groups) {
-    TS_CHECK(spec.num_blocks >= Blocks(1) && spec.num_blocks.value() <= kMax, "num_blocks", spec.num_blocks);
-    TS_CHECK(spec.num_host_blocks >= Blocks(0) && spec.num_host_blocks.value() <= kMax, "num_host_blocks",
-             spec.num_host_blocks);
-    TS_CHECK(spec.block_size >= Tokens(1) && spec.block_size.value() <= kMax, "block_size", spec.block_size);
+    check_group(spec, config.num_partitions);
+    unit = std::lcm(unit, spec.block_size.value());
+    check_in("least common multiple of the block sizes", unit, 1, kMax);
   }
-  TS_CHECK(config.num_partitions >= 1, "num_partitions", config.num_partitions);
-  TS_CHECK(config.max_num_seqs >= 1 && config.max_num_seqs <= kMax / config.num_partitions, "max_num_seqs",
-           config.max_num_seqs);
+  const std::int64_t most = kMax / config.num_partitions;
+  check_in("max_num_seqs", config.max_num_seqs, 1, most);
   TS_CHECK(config.max_num_batched_tokens >= config.max_num_seqs, "max_num_batched_tokens",
-           config.max_num_batched_tokens, "max_num_seqs", config.max_num_seqs);
-  TS_CHECK(config.max_model_len >= 2 && config.max_model_len <= kMax, "max_model_len", config.max_model_len);
-  TS_CHECK(config.ageing_steps >= 1, "ageing_steps", config.ageing_steps);
+           config.max_num_batched_tokens, "is below max_num_seqs", config.max_num_seqs);
+  check_in("max_num_batched_tokens", config.max_num_batched_tokens, 1, most);
+  check_in("max_model_len", config.max_model_len, 2, kMax);
+  check_in("ageing_steps", config.ageing_steps, 1, kMax);
+  check_in("host_store", static_cast<std::int64_t>(config.host_store), 0,
+           static_cast<std::int64_t>(HostStore::kOnPressure));
   return config;
 }
 
@@ -58,6 +80,11 @@ StepPlan make_plan(const Config& config) {
                              // Each page may be stored, and one sequence's be sent.
                              .transfers = 2 * pages});
 }
+
+// For a heap that has the first to come in front.
+constexpr auto later = [](const auto& a, const auto& b) {
+  return std::tuple(a.deadline_ms, a.number) > std::tuple(b.deadline_ms, b.number);
+};
 
 // Acknowledgements that come together have no order of their own. They are taken in that of their leases, so that the
 // way in which they came reaches no plan.
@@ -132,25 +159,37 @@ void Scheduler::check_batch(std::span<const Event> batch) const {
   const auto entry = [this](std::int32_t index) {
     return std::cmp_less(index, indices_.size()) ? indices_[static_cast<std::size_t>(index)] : IndexEntry{};
   };
-  const auto num_generated = [this](const RequestKey& key) {
+  const auto most_kept = [this](const RequestKey& key) {
     const std::optional<Slot> slot = find(key);
-    return slot ? sequences_[static_cast<std::size_t>(slot->value())]->num_generated()
-                : Tokens(std::numeric_limits<std::int32_t>::max());
+    const Sequence* sequence = slot ? &*sequences_[static_cast<std::size_t>(slot->value())] : nullptr;
+    const bool goes_on = sequence != nullptr && !sequence->has_ended();
+    return goes_on ? sequence->num_generated() : Tokens(std::numeric_limits<std::int64_t>::max());
   };
   const bool keeps_states = std::any_of(config_.groups.begin(), config_.groups.end(),
                                         [](const GroupSpec& spec) { return spec.kind == GroupKind::kRecurrent; });
   check_events(batch, EventContext{.generation = [&](std::int32_t index) { return entry(index).generation; },
                                    .is_live = [&](std::int32_t index) { return entry(index).live; },
-                                   .num_generated = num_generated,
+                                   .most_kept = most_kept,
                                    .now_ms = now_ms_,
                                    .num_partitions = config_.num_partitions,
                                    .most_drafts = keeps_states ? 0 : kMostDrafts});
 }
 
+void Scheduler::check_whole() const {
+  TS_CHECK(!half_made_, "an earlier call failed half-way, so this plane can be used no longer");
+}
+
+void Scheduler::enqueue(Event&& event) {
+  check_whole();
+  pending_.push_back(std::move(event));
+}
+
 std::vector<Refusal> Scheduler::apply() {
+  check_whole();
   std::vector<Event> batch;
   batch.swap(pending_);
   check_batch(batch);
+  half_made_ = true;
   sort_acknowledgements(batch);
   std::vector<Refusal> refusals;
   for (Event& event : batch) {
@@ -169,7 +208,17 @@ std::vector<Refusal> Scheduler::apply() {
   if (pending_.empty()) {
     pending_.swap(batch);
   }
+  half_made_ = false;
   return refusals;
+}
+
+// Tokens at which the request ends at the latest. The last token of all needs no K/V of its own, hence the one on top
+// of what the pool holds.
+Tokens Scheduler::limit_of(const Submit& submit) const {
+  const Tokens prompt(std::ssize(submit.token_ids));
+  const Tokens longest(config_.max_model_len);
+  const Tokens wanted = submit.remote == Remote::kSend ? Tokens(1) : std::min(submit.max_new_tokens, longest);
+  return std::min({prompt + wanted, longest, partitions_.front().capacity() + Tokens(1)});
 }
 
 std::optional<Refusal> Scheduler::refusal_of(const Submit& submit) const {
@@ -181,9 +230,8 @@ std::optional<Refusal> Scheduler::refusal_of(const Submit& submit) const {
   }
   std::optional<Refusal> refusal;
   any.each_group([&](const auto& group) {
-    const Tokens needed = group.holds_whole_sequences()
-                              ? prompt
-                              : group.tokens_in(group.charge_of(prompt + submit.max_new_tokens, submit.draft_width));
+    const Tokens needed =
+        group.holds_whole_sequences() ? prompt : group.tokens_in(group.charge_of(limit_of(submit), submit.draft_width));
     const Tokens capacity = group.tokens_in(group.chargeable());
     if (!refusal && needed > capacity) {
       refusal = Refusal{.key = submit.key, .needed = needed, .capacity = capacity};
@@ -215,19 +263,16 @@ void Scheduler::on(Submit&& submit, std::vector<Refusal>& refusals) {
     return;
   }
   const Rank rank = policy::rank_of(request.priority, last_step_, config_.ageing_steps, num_submitted_++);
-  // The last token of all needs no K/V of its own, hence the one on top of what the pool holds.
-  const Tokens prompt(static_cast<std::int64_t>(request.token_ids.size()));
-  const Tokens wanted = request.remote == Remote::kSend ? Tokens(1) : request.max_new_tokens;
-  const Tokens limit =
-      std::min({prompt + wanted, Tokens(config_.max_model_len), partitions_.front().capacity() + Tokens(1)});
-  if (request.deadline_ms) {
-    set_timer(*request.deadline_ms, key);
-  }
+  const Tokens limit = limit_of(request);
+  const std::optional<std::int64_t> deadline_ms = request.deadline_ms;
   const Slot slot = take_slot();
   indices_[index].live = true;
   slots_.emplace(packed(key), slot);
   sequences_[static_cast<std::size_t>(slot.value())].emplace(std::move(request), rank, limit);
   ++num_sequences_;
+  if (deadline_ms) {
+    set_timer(*deadline_ms, at(slot));
+  }
   enter(List::kWaiting, slot);
 }
 
@@ -288,34 +333,52 @@ void Scheduler::on(const Release& release) {
 
 void Scheduler::on(const Tick& tick) {
   now_ms_ = tick.now_ms;
-  const auto later = [](const Timer& a, const Timer& b) { return a.deadline_ms > b.deadline_ms; };
   while (!timers_.empty() && timers_.front().deadline_ms <= now_ms_) {
     std::pop_heap(timers_.begin(), timers_.end(), later);
     const Timer timer = timers_.back();
     timers_.pop_back();
-    fire(timer);
+    if (is_due(timer)) {
+      fire(timer);
+    }
   }
 }
 
-void Scheduler::set_timer(std::int64_t deadline_ms, const RequestKey& key) {
-  timers_.push_back(Timer{.deadline_ms = deadline_ms, .key = key});
-  std::push_heap(timers_.begin(), timers_.end(),
-                 [](const Timer& a, const Timer& b) { return a.deadline_ms > b.deadline_ms; });
+// A sequence has one timer at most: the deadline of its request, or from its end on the one of its hold. Those that
+// were set anew or stopped are swept out once they are more than the others, which costs each of them the same.
+void Scheduler::set_timer(std::int64_t deadline_ms, Sequence& sequence) {
+  num_set_ += sequence.timer() ? 0U : 1U;
+  sequence.set_timer(++last_timer_);
+  if (timers_.size() >= 2 * num_set_ + kMostStaleTimers) {
+    std::erase_if(timers_, [this](const Timer& timer) { return !is_due(timer); });
+    std::make_heap(timers_.begin(), timers_.end(), later);
+  }
+  timers_.push_back(Timer{.deadline_ms = deadline_ms, .number = last_timer_, .key = sequence.key()});
+  std::push_heap(timers_.begin(), timers_.end(), later);
+}
+
+void Scheduler::stop_timer(Sequence& sequence) {
+  num_set_ -= sequence.timer() ? 1U : 0U;
+  sequence.set_timer(std::nullopt);
+}
+
+// Whether the timer is the one that its sequence has, and not one before it.
+bool Scheduler::is_due(const Timer& timer) const {
+  const std::optional<Slot> slot = find(timer.key);
+  if (!slot) {
+    return false;
+  }
+  const std::optional<Sequence>& sequence = sequences_[static_cast<std::size_t>(slot->value())];
+  return sequence && sequence->timer() == timer.number;
 }
 
 void Scheduler::fire(const Timer& timer) {
   const std::optional<Slot> slot = find(timer.key);
-  if (!slot) {
-    return;
-  }
+  TS_CHECK(slot.has_value(), "request", timer.key, "is gone and has a timer");
   Sequence& sequence = at(*slot);
+  stop_timer(sequence);
   if (sequence.is<Held>()) {
-    const auto& wish = sequence.hold();
-    if (wish && wish->deadline_ms.value_or(now_ms_) > now_ms_) {
-      return;  // it was told to stay longer
-    }
     send(*slot, signal::Expired());
-  } else if (!sequence.has_ended() && sequence.request().deadline_ms.value_or(now_ms_ + 1) <= now_ms_) {
+  } else if (!sequence.has_ended()) {
     end_told(sequence, {}, FinishCode::kDeadline);
     send(*slot, signal::Expired());
   }
@@ -331,6 +394,7 @@ void Scheduler::emit(const Sequence& sequence, std::span<const std::int32_t> tok
 }
 
 const SequenceEvents& Scheduler::take_events() {
+  check_whole();
   const SequenceEvents& taken = events_[current_events_];
   current_events_ = 1 - current_events_;
   events_[current_events_].rows.clear();
@@ -338,7 +402,18 @@ const SequenceEvents& Scheduler::take_events() {
   return taken;
 }
 
+const KvEvents& Scheduler::take_kv_events() {
+  check_whole();
+  return kv_log_.take();
+}
+
+bool Scheduler::has_work() const {
+  check_whole();
+  return is_busy();
+}
+
 Stats Scheduler::stats() const {
+  check_whole();
   Stats stats = counters_;
   stats.num_running = static_cast<std::int64_t>(num_of(List::kRunning));
   stats.num_waiting =

@@ -79,7 +79,7 @@ class Scheduler {
 
   // Events wait for apply(), which checks all of them before it applies any. Where one is invalid it throws and
   // drops the whole batch.
-  void enqueue(Event&& event) { pending_.push_back(std::move(event)); }
+  void enqueue(Event&& event);
   std::vector<Refusal> apply();
 
   // The next step, or null where nothing can run now. Valid until the next plan but one is made.
@@ -89,10 +89,10 @@ class Scheduler {
 
   // What changed since the last call; valid until the next one.
   [[nodiscard]] const SequenceEvents& take_events();
-  [[nodiscard]] const KvEvents& take_kv_events() { return kv_log_.take(); }
+  [[nodiscard]] const KvEvents& take_kv_events();
   [[nodiscard]] Stats stats() const;
   // Whether a request has not ended, or a seat still waits for what is in flight. Held sessions are no work.
-  [[nodiscard]] bool has_work() const { return num_of(List::kHeld) < num_sequences_; }
+  [[nodiscard]] bool has_work() const;
   [[nodiscard]] std::size_t num_in_flight() const { return ledger_.num_in_flight(); }
   [[nodiscard]] const Config& config() const { return config_; }
 
@@ -102,6 +102,7 @@ class Scheduler {
   [[nodiscard]] const StepLedger& ledger() const { return ledger_; }
   [[nodiscard]] const TransferLedger& transfers() const { return transfers_; }
   [[nodiscard]] std::size_t num_transfers() const { return transfers_.num_in_flight(); }
+  [[nodiscard]] std::size_t num_timers() const { return timers_.size(); }
   [[nodiscard]] std::int64_t now_ms() const { return now_ms_; }
 
  private:
@@ -126,31 +127,39 @@ class Scheduler {
     Blocks most_held;             // pages of all that is held, shares counted
     Transfer* stores = nullptr;   // begun for the plan that is being made
     std::size_t num_stores = 0;   // in flight
+    std::size_t num_leaving = 0;  // sequences whose pages come back, or can be taken, once what is in flight has come
   };
   struct Timer {
     std::int64_t deadline_ms = 0;
+    std::int64_t number = 0;  // of all that were ever set
     RequestKey key;
   };
 
   // scheduler.cc
+  [[nodiscard]] bool is_busy() const { return num_of(List::kHeld) < num_sequences_; }
   void on(Submit&& submit, std::vector<Refusal>& refusals);
   void on(const Cancel& cancel);
   void on(const Finish& finish);
   void on(const Retain& retain);
   void on(const Release& release);
   void on(const Tick& tick);
+  [[nodiscard]] Tokens limit_of(const Submit& submit) const;
   [[nodiscard]] std::optional<Refusal> refusal_of(const Submit& submit) const;
+  void check_whole() const;
   void check_batch(std::span<const Event> batch) const;
   [[nodiscard]] Slot take_slot();
   void end_told(Sequence& sequence, std::span<const std::int32_t> token_ids, FinishCode code);
   void emit(const Sequence& sequence, std::span<const std::int32_t> token_ids, FinishCode code);
-  void set_timer(std::int64_t deadline_ms, const RequestKey& key);
+  void set_timer(std::int64_t deadline_ms, Sequence& sequence);
+  void stop_timer(Sequence& sequence);
+  [[nodiscard]] bool is_due(const Timer& timer) const;
   void fire(const Timer& timer);
 
   // books.cc: the only way a state moves, and the lists that follow it.
   template <class Signal>
   void send(Slot slot, Signal&& incoming);
   [[nodiscard]] static List list_of(const Sequence& sequence);
+  [[nodiscard]] static bool is_leaving(List list);
   void leave(List list, Slot slot);
   void enter(List list, Slot slot);
   void enter_held(Slot slot);
@@ -159,6 +168,7 @@ class Scheduler {
   [[nodiscard]] std::size_t num_of(List list) const { return counts_[static_cast<std::size_t>(list)]; }
 
   // planner.cc
+  [[nodiscard]] StepPlan* fill_plan();
   void plan_expiry(StepPlan& plan);
   void plan_decodes(StepPlan& plan, Partition& partition);
   [[nodiscard]] bool secure(Roster& roster, std::size_t position, Tokens end);
@@ -199,6 +209,7 @@ class Scheduler {
 
   // results.cc
   void check_result(const StepResult& result) const;
+  void take_in(const StepResult& result);
   void settle(const RowWork& row, std::span<const std::int32_t> accepted);
   void fail(const RowWork& row);
   void end_by_itself(Slot slot, FinishCode code);
@@ -231,13 +242,17 @@ class Scheduler {
   std::vector<Slot> waiting_;   // by rank, first to be served at the back
   std::vector<Slot> expiring_;  // sequences that may have pages which expired
   std::vector<Slot> to_send_;
-  std::vector<Timer> timers_;  // a heap; entries that no longer hold are skipped when they fire
+  std::vector<Timer> timers_;  // a heap, in which some entries are those of timers that were set anew or stopped
+  std::size_t num_set_ = 0;    // sequences that have a timer
+  std::int64_t last_timer_ = 0;
   std::vector<Candidate> candidates_;
   std::vector<Place> places_;
   std::vector<Tokens> budgets_;
   // The head of the queue found no room, and nothing has been given back since.
   std::optional<Slot> blocked_;
 
+  // While a call makes its changes, and for good where it fails half-way.
+  bool half_made_ = false;
   std::array<SequenceEvents, 2> events_;
   std::size_t current_events_ = 0;
   std::int64_t last_step_ = 0;

@@ -51,6 +51,8 @@ class Sequence {
   void note_failed_load() { uses_host_ = false; }
   void note_local() { request_.remote = Remote::kNone; }
   void retain_until(std::int64_t deadline_ms);
+  // The number of the one timer that it may have.
+  void set_timer(std::optional<std::int64_t> number) { timer_ = number; }
   void release_hold() { hold_.reset(); }
   // How far the pages reach, and from where on some expire.
   void set_pages(Tokens covered, Tokens expires_at);
@@ -95,6 +97,7 @@ class Sequence {
   [[nodiscard]] std::optional<Tokens> cached_len() const { return cached_len_; }
   [[nodiscard]] bool uses_host() const { return uses_host_; }
   [[nodiscard]] const std::optional<HoldWish>& hold() const { return hold_; }
+  [[nodiscard]] std::optional<std::int64_t> timer() const { return timer_; }
   // False once the steps in flight may already reach a limit.
   [[nodiscard]] bool wants_decode() const { return planned_high_ + Tokens(1) < total_limit_; }
   // Tokens beyond the certain one that a decode row may still draft.
@@ -119,6 +122,7 @@ class Sequence {
   std::int64_t num_pending_ = 0;  // sampling rows in flight
   std::optional<Tokens> cached_len_;
   std::optional<HoldWish> hold_;
+  std::optional<std::int64_t> timer_;
   bool uses_host_ = true;
   BlockHash root_;
   std::vector<BlockHash> hashes_;

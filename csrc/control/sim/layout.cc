@@ -78,14 +78,15 @@ bool Layout::must_refuse(const Submit& submit) const {
     return true;
   }
   return std::any_of(config_.groups.begin(), config_.groups.end(), [&](const GroupSpec& spec) {
-    return !holds_whole(spec) && most_pages(spec, prompt + submit.max_new_tokens.value(), submit.draft_width) >
-                                     spec.num_blocks.value() - margin(spec);
+    return !holds_whole(spec) &&
+           most_pages(spec, limit(submit), submit.draft_width) > spec.num_blocks.value() - margin(spec);
   });
 }
 
 std::int64_t Layout::limit(const Submit& submit) const {
   const auto prompt = static_cast<std::int64_t>(submit.token_ids.size());
-  const std::int64_t wanted = submit.remote == Remote::kSend ? 1 : submit.max_new_tokens.value();
+  const std::int64_t most = std::min(submit.max_new_tokens.value(), config_.max_model_len);
+  const std::int64_t wanted = submit.remote == Remote::kSend ? 1 : most;
   return std::min({prompt + wanted, config_.max_model_len, capacity_ + 1});
 }
 

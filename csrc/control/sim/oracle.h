@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <set>
@@ -18,6 +19,13 @@
 #include "violation.h"
 
 namespace tokenspeed::control::sim {
+
+// No time comes after it.
+constexpr std::int64_t kNoEnd = std::numeric_limits<std::int64_t>::max();
+
+constexpr std::int64_t time_after(std::int64_t since_ms, std::int64_t ttl_ms) {
+  return ttl_ms > kNoEnd - since_ms ? kNoEnd : since_ms + ttl_ms;
+}
 
 struct KeyOrder {
   bool operator()(const RequestKey& a, const RequestKey& b) const {
@@ -54,9 +62,9 @@ struct Request {
   [[nodiscard]] std::int64_t ttl_ms() const { return submit.retain ? submit.retain->ttl_ms : 0; }
   // When its hold may end, and when it must; only while it is held.
   [[nodiscard]] std::int64_t hold_may_end_ms() const {
-    return retain_ms.value_or(held_since_ms.value_or(0) + ttl_ms());
+    return retain_ms.value_or(time_after(held_since_ms.value_or(0), ttl_ms()));
   }
-  [[nodiscard]] std::int64_t hold_must_end_ms() const { return retain_ms.value_or(held_by_ms + ttl_ms()); }
+  [[nodiscard]] std::int64_t hold_must_end_ms() const { return retain_ms.value_or(time_after(held_by_ms, ttl_ms())); }
 };
 
 // A row's part of a step result. The tokens are those that the device accepted.

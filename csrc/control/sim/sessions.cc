@@ -152,7 +152,8 @@ Submit Sessions::next_turn(Random& random, const Request& before) const {
   return submit;
 }
 
-// From somewhere in another's transcript on; or the very same prompt; or one that differs in a span's contents only.
+// From somewhere in another's transcript on; or the very same prompt; or one that differs in a span's contents or
+// length only.
 Submit Sessions::fork_of(Random& random, const Request& before) const {
   Submit submit;
   submit.name_space = random.chance(95) ? before.submit.name_space : "other";
@@ -163,7 +164,12 @@ Submit Sessions::fork_of(Random& random, const Request& before) const {
   if (which <= 15) {
     cut(submit, before.submit.token_ids.size());
   } else if (which <= 30 && !submit.spans.empty()) {
-    submit.spans[at(random.between(0, std::ssize(submit.spans) - 1))].hash_low ^= 1;
+    ContentSpan& span = submit.spans[at(random.between(0, std::ssize(submit.spans) - 1))];
+    if (random.chance(50)) {
+      span.hash_low ^= 1;
+    } else {
+      span.length -= Tokens(span.length > Tokens(1) ? 1 : 0);  // its last placeholder is an ordinary token
+    }
   } else {
     cut(submit, at(random.between(0, std::ssize(submit.token_ids))));
     add_tokens(random, submit, random.between(1, 1 + mood_.typical_len / 2));
@@ -190,7 +196,9 @@ void Sessions::add_tokens(Random& random, Submit& submit, std::int64_t count) co
 }
 
 void Sessions::set_wishes(Random& random, const Oracle& oracle, Submit& submit, const Session& session) const {
-  submit.max_new_tokens = Tokens(random.chance(75) ? random.between(1, 12) : random.between(12, 70));
+  submit.max_new_tokens = Tokens(random.chance(75)   ? random.between(1, 12)
+                                 : random.chance(95) ? random.between(12, 70)
+                                                     : kNoEnd - random.between(0, 9));
   submit.min_new_tokens = Tokens(random.chance(80) ? 0 : random.between(0, 10));
   if (random.chance(60)) {
     submit.end_token_ids = {0, 1};
@@ -203,7 +211,7 @@ void Sessions::set_wishes(Random& random, const Oracle& oracle, Submit& submit, 
   }
   if (random.chance(mood_.retain_percent)) {
     submit.retain = Retention{.session = session.name,
-                              .ttl_ms = random.between(0, random.chance(30) ? 20 : 400),
+                              .ttl_ms = random.chance(3) ? kNoEnd : random.between(0, random.chance(30) ? 20 : 400),
                               .priority = static_cast<std::int32_t>(random.between(-1, 1))};
   }
   if (random.chance(mood_.deadline_percent)) {
@@ -230,7 +238,9 @@ void Sessions::add_end(Random& random, const Oracle& oracle, const Scheduler& sc
     return;
   }
   const Request* request = oracle.find(*key);
-  const std::int64_t most = request == nullptr ? 0 : request->most_kept();
+  // What has ended may have been told to keep less than whoever says Finish now knows.
+  const std::int64_t more = request != nullptr && request->has_ended() ? 5 : 0;
+  const std::int64_t most = request == nullptr ? 0 : request->most_kept() + more;
   batch.emplace_back(Finish{.key = *key, .keep_tokens = Tokens(random.between(0, most))});
 }
 
@@ -279,7 +289,7 @@ Event Sessions::invalid_event(Random& random, const Oracle& oracle) const {
   submit.key = RequestKey{.index = kNumIndices + 1, .generation = 0};
   submit.token_ids = {1, 2, 3};
   submit.max_new_tokens = Tokens(1);
-  switch (random.between(0, 6)) {
+  switch (random.between(0, 8)) {
     case 0:
       return Cancel{.key = RequestKey{.index = kNumIndices, .generation = 0}};
     case 1:
@@ -294,6 +304,12 @@ Event Sessions::invalid_event(Random& random, const Oracle& oracle) const {
       submit.spans = {ContentSpan{.start = Tokens(2), .length = Tokens(2)}};
       return submit;
     case 5:
+      submit.spans = {ContentSpan{.start = Tokens(2), .length = Tokens(kNoEnd)}};
+      return submit;
+    case 6:
+      submit.token_ids.back() = -1;
+      return submit;
+    case 7:
       if (!oracle.live().empty()) {
         const auto& [index, key] = *oracle.live().begin();
         submit.key = RequestKey{.index = index, .generation = key.generation + 1};

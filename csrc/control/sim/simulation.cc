@@ -16,7 +16,6 @@ namespace {
 
 constexpr std::int64_t kMostEvents = 4;  // in a round
 constexpr std::int64_t kMostDrainRounds = 20'000;
-constexpr std::int64_t kLongAfter = 1'000'000;
 
 // What random numbers are drawn for.
 enum What : std::int64_t { kEvent = 1, kRound = 2, kShuffle = 3, kCount = 4 };
@@ -29,7 +28,8 @@ Simulation::Habits::Habits(Random& random)
       event_percent(random.chance(60) ? random.between(3, 12) : random.between(12, 50)),
       fault_percent(random.chance(60) ? 0 : random.between(1, 4)),
       transfers{.done_percent = random.chance(50) ? random.between(30, 100) : random.between(4, 30),
-                .fail_percent = random.chance(50) ? 0 : random.between(2, 30)} {}
+                .fail_percent = random.chance(50) ? 0 : random.between(2, 30),
+                .stuck_partition = random.chance(40) ? std::optional<std::int64_t>(0) : std::nullopt} {}
 
 Simulation::Simulation(const Setup& setup, Coverage& coverage)
     : setup_(setup),
@@ -271,7 +271,7 @@ void Simulation::finish_all() {
   }
   require(oracle_.live().empty(), oracle_.live().size(), "requests never ended");
   ++round_;
-  std::vector<Event> late{Tick{.now_ms = oracle_.now_ms() + kLongAfter}};
+  std::vector<Event> late{Tick{.now_ms = kNoEnd}};
   apply(late, {});
   check_baseline(layout_, scheduler_);
 }

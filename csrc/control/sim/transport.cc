@@ -100,7 +100,7 @@ void Transport::begin_store(std::span<const std::int32_t> row, const Device& dev
 std::vector<TransferDone> Transport::work(Random& random, bool all) {
   std::vector<TransferDone> done;
   for (auto& [lease, pending] : pending_) {
-    if (pending.done) {
+    if (pending.done || (!all && is_stuck(pending))) {
       continue;
     }
     if (all || random.chance(mood_.done_percent)) {
@@ -124,6 +124,11 @@ std::vector<TransferDone> Transport::work(Random& random, bool all) {
     }
   }
   return done;
+}
+
+bool Transport::is_stuck(const Pending& pending) const {
+  return layout_.config().num_partitions > 1 &&
+         mood_.stuck_partition == pending.items.front().number / layout_.num_groups();
 }
 
 void Transport::copy(Item& item) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "device.h"
@@ -20,6 +21,8 @@ namespace tokenspeed::control::sim {
 struct TransferMood {
   std::int64_t done_percent = 50;  // of those in flight, in each round
   std::int64_t fail_percent = 0;
+  // Of several: its transfers do not end before all do.
+  std::optional<std::int64_t> stuck_partition;
 };
 
 class Transport {
@@ -59,6 +62,7 @@ class Transport {
   void begin_store(std::span<const std::int32_t> row, const Device& device);
   [[nodiscard]] std::vector<History> image_of(const StepPlan& plan, std::span<const std::int32_t> row,
                                               const Device& device, const Oracle& oracle) const;
+  [[nodiscard]] bool is_stuck(const Pending& pending) const;
   void copy(Item& item);
   void finish(Pending& pending, Random& random);
   void unpin(const Item& item);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // After warm-up, making a plan and taking in a result allocate nothing: every operator new is counted while they run.
+// And where one fails before that, the plane says from then on that it cannot be used.
 // Built with TOKENSPEED_TESTS and run at the end of its build.
 #include <algorithm>
 #include <array>
@@ -7,7 +8,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -19,11 +22,12 @@ namespace {
 
 // Not atomic: one thread.
 bool counting = false;
+bool failing = false;
 std::int64_t num_allocations = 0;
 
 void* counted(std::size_t size) {
   num_allocations += counting ? 1 : 0;
-  void* memory = std::malloc(size == 0 ? 1 : size);
+  void* memory = failing ? nullptr : std::malloc(size == 0 ? 1 : size);
   if (memory == nullptr) {
     throw std::bad_alloc();
   }
@@ -183,11 +187,65 @@ void run(const Case& test) {
   TS_CHECK(!copies || after.stored_blocks > before.stored_blocks, "stored", after.stored_blocks);
 }
 
+// Whatever the call, it must not go on from changes that are half made.
+void expect_unusable(Scheduler& plane) {
+  const std::vector<std::pair<const char*, std::function<void()>>> calls{
+      {"enqueue", [&] { plane.enqueue(Tick{.now_ms = 1}); }},
+      {"apply", [&] { (void)plane.apply(); }},
+      {"next_plan", [&] { (void)plane.next_plan(); }},
+      {"advance", [&] { plane.advance(StepResult()); }},
+      {"take_events", [&] { (void)plane.take_events(); }},
+      {"take_kv_events", [&] { (void)plane.take_kv_events(); }},
+      {"stats", [&] { (void)plane.stats(); }},
+      {"has_work", [&] { (void)plane.has_work(); }}};
+  for (const auto& [name, call] : calls) {
+    bool refused = false;
+    try {
+      call();
+    } catch (const CheckError& error) {
+      refused = std::string(error.what()).find("failed half-way") != std::string::npos;
+    }
+    TS_CHECK(refused, name, "was taken by a plane that had failed");
+  }
+}
+
+void run_out_of_memory() {
+  Config config;
+  config.groups = {group(GroupKind::kFull, 16)};
+  config.max_num_seqs = kSeats;
+  config.max_num_batched_tokens = 1024;
+  config.max_model_len = 8000;
+  config.ageing_steps = 256;
+  Scheduler plane(config);
+  Submit submit;
+  submit.key = RequestKey{.index = 0, .generation = 0};
+  submit.token_ids.assign(200, 7);
+  submit.max_new_tokens = Tokens(8);
+  plane.enqueue(std::move(submit));
+  TS_CHECK(plane.apply().empty());
+  bool failed = false;
+  failing = true;
+  try {
+    (void)plane.next_plan();
+  } catch (const std::bad_alloc&) {
+    failed = true;
+  }
+  failing = false;
+  TS_CHECK(failed, "an admission took no memory");
+  expect_unusable(plane);
+}
+
 }  // namespace
 }  // namespace tokenspeed::control
 
 int main() {
   int num_failed = 0;
+  try {
+    tokenspeed::control::run_out_of_memory();
+  } catch (const std::exception& error) {
+    std::printf("FAILED out of memory: %s\n", error.what());
+    ++num_failed;
+  }
   const auto cases = tokenspeed::control::cases();
   for (const auto& test : cases) {
     try {

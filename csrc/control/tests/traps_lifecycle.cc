@@ -2,6 +2,7 @@
 // Traps of handles, ends and races.
 #include <array>
 #include <functional>
+#include <limits>
 #include <map>
 #include <string>
 #include <utility>
@@ -369,6 +370,86 @@ void trap_24_release_and_retain_in_one_batch() {
   }
 }
 
+// Whoever says Finish a second time may not know of the first, nor of any other end; no innocent event of its batch is
+// lost for it.
+void trap_24_a_later_finish_may_keep_more() {
+  for (const bool cancelled : {false, true}) {
+    Harness harness(config_of({full(16, 64)}));
+    harness.depth = 1;
+    const RequestKey key = retained(harness, 0, ids(100, 60), 50);
+    harness.run_until([&] { return harness.known(key).generated.size() >= 40; });
+    (void)harness.plan();
+    if (cancelled) {
+      harness.enqueue(Cancel{.key = key});
+    } else {
+      harness.enqueue(Finish{.key = key, .keep_tokens = Tokens(3)});
+    }
+    harness.apply();
+    EXPECT(harness.state_of(key) == "Draining");
+    for (const std::int64_t keep : {5, 1000}) {
+      harness.enqueue(Finish{.key = key, .keep_tokens = Tokens(keep)});
+    }
+    const RequestKey innocent = harness.submit(1, ids(2000, 20), 2);
+    harness.run();
+    EXPECT(harness.known(innocent).finish == FinishCode::kLength);
+    EXPECT(harness.state_of(key) == (cancelled ? "" : "Held"), harness.state_of(key));
+    EXPECT(harness.stats().used_blocks == (cancelled ? 0 : (60 + 3) / 16), harness.stats().used_blocks);
+    harness.enqueue(Release{.key = key});
+    harness.run();
+    harness.expect_idle();
+  }
+}
+
+// A timer that is set anew or whose request is gone does not stay for ever.
+void trap_24_timers_do_not_pile_up() {
+  constexpr std::int64_t kFar = 1'000'000'000;
+  constexpr std::size_t kMost = 80;  // of two requests
+  Harness harness(config_of({full(16, 64)}));
+  const RequestKey held = retained(harness, 0, ids(100, 60), 2);
+  harness.run();
+  for (std::int64_t round = 0; round < 2000; ++round) {
+    harness.enqueue(Retain{.key = held, .deadline_ms = kFar + round % 2});
+    const RequestKey key = harness.submit(1, ids(500, 9), 2, [&](Submit& submit) { submit.deadline_ms = kFar; });
+    harness.apply();
+    harness.enqueue(Cancel{.key = key});
+    harness.apply();
+    EXPECT(harness.plane().num_timers() < kMost, round, harness.plane().num_timers());
+  }
+  const RequestKey late = harness.submit(1, ids(500, 9), 9, [&](Submit& submit) { submit.deadline_ms = kFar; });
+  harness.enqueue(Tick{.now_ms = kFar - 1});
+  harness.apply();
+  EXPECT(harness.state_of(held) == "Held" && harness.state_of(late) == "Queued");
+  harness.enqueue(Tick{.now_ms = kFar});
+  harness.apply();
+  EXPECT(harness.state_of(held) == "Held" && harness.known(late).finish == FinishCode::kDeadline);
+  harness.enqueue(Tick{.now_ms = kFar + 1});
+  harness.apply();
+  EXPECT(harness.state_of(held).empty() && harness.plane().num_timers() == 0, harness.plane().num_timers());
+  harness.expect_idle();
+}
+
+// A time to live that the clock cannot hold is one without an end.
+void trap_24_a_hold_without_an_end_stays() {
+  constexpr std::int64_t kLast = std::numeric_limits<std::int64_t>::max();
+  for (const std::int64_t ttl : {kLast, kLast - 5000}) {
+    Harness harness(config_of({full(16, 64)}));
+    harness.enqueue(Tick{.now_ms = 5000});
+    const RequestKey key = harness.submit(0, ids(100, 60), 2, [&](Submit& submit) {
+      submit.retain = Retention{.session = "s", .ttl_ms = ttl, .priority = 0};
+    });
+    harness.run();
+    for (const std::int64_t now : {std::int64_t{5001}, kLast - 1}) {
+      harness.enqueue(Tick{.now_ms = now});
+      harness.apply();
+      EXPECT(harness.state_of(key) == "Held", ttl, now);
+    }
+    harness.enqueue(Tick{.now_ms = kLast});
+    harness.apply();
+    EXPECT(harness.state_of(key).empty(), ttl);
+    harness.expect_idle();
+  }
+}
+
 constexpr std::array kTests{
     Test{.name = "trap_01_move_assign_over_a_live_handle", .run = trap_01_move_assign_over_a_live_handle},
     Test{.name = "trap_02_a_pin_dropped_on_a_transition", .run = trap_02_a_pin_dropped_on_a_transition},
@@ -386,6 +467,9 @@ constexpr std::array kTests{
     Test{.name = "trap_24_retain_racing_with_the_end", .run = trap_24_retain_racing_with_the_end},
     Test{.name = "trap_24_finish_racing_with_the_end", .run = trap_24_finish_racing_with_the_end},
     Test{.name = "trap_24_release_and_retain_in_one_batch", .run = trap_24_release_and_retain_in_one_batch},
+    Test{.name = "trap_24_a_later_finish_may_keep_more", .run = trap_24_a_later_finish_may_keep_more},
+    Test{.name = "trap_24_timers_do_not_pile_up", .run = trap_24_timers_do_not_pile_up},
+    Test{.name = "trap_24_a_hold_without_an_end_stays", .run = trap_24_a_hold_without_an_end_stays},
 };
 
 }  // namespace

@@ -281,6 +281,47 @@ void trap_25_a_warm_partition_that_is_full_starves_nobody() {
   }
 }
 
+// While a load in one partition waits for its acknowledgement, those that run in another take each other's pages.
+void trap_25_a_transfer_in_one_partition_stalls_nobody_in_another() {
+  Config config = config_of({full(4, 10, 40)});
+  config.num_partitions = 2;
+  config.max_num_seqs = 4;
+  config.max_model_len = 41;
+  Harness harness(config);
+  const auto in = [](std::int32_t partition) {
+    return [partition](Submit& submit) { submit.partition_hint = partition; };
+  };
+  // Both are copied to the host, and the first one leaves partition 1.
+  for (const auto& prompt : {ids(100, 30), ids(500, 38)}) {
+    (void)harness.submit(0, prompt, 1, in(1));
+    harness.run();
+    while (harness.step() != nullptr) {
+    }
+  }
+  const RequestKey loading = harness.submit(2, ids(100, 33), 2, in(1));
+  (void)harness.step();
+  EXPECT(harness.state_of(loading) == "AwaitingTransfer" && harness.leases().size() == 1, harness.leases().size());
+  const LeaseId load = harness.leases().front();
+  harness.acks = false;
+  const RequestKey first = harness.submit(3, ids(900, 5), 36, in(0));
+  const RequestKey second = harness.submit(4, ids(1000, 5), 36, in(0));
+  harness.run_until(
+      [&] {
+        for (const LeaseId lease : harness.leases()) {
+          if (lease != load) {
+            harness.acknowledge(lease);
+          }
+        }
+        return harness.known(first).finish != FinishCode::kNone && harness.known(second).finish != FinishCode::kNone;
+      },
+      400);
+  EXPECT(harness.state_of(loading) == "AwaitingTransfer" && harness.stats().num_preemptions > 0);
+  EXPECT(harness.known(first).seat < 4 && harness.known(second).seat < 4);
+  harness.acks = true;
+  harness.run();
+  harness.expect_idle();
+}
+
 constexpr std::array kTests{
     Test{.name = "trap_07_admission_counts_what_is_cached_and_matched_once",
          .run = trap_07_admission_counts_what_is_cached_and_matched_once},
@@ -301,6 +342,8 @@ constexpr std::array kTests{
     Test{.name = "trap_25_partitions_never_share_a_page", .run = trap_25_partitions_never_share_a_page},
     Test{.name = "trap_25_a_warm_partition_that_is_full_starves_nobody",
          .run = trap_25_a_warm_partition_that_is_full_starves_nobody},
+    Test{.name = "trap_25_a_transfer_in_one_partition_stalls_nobody_in_another",
+         .run = trap_25_a_transfer_in_one_partition_stalls_nobody_in_another},
 };
 
 }  // namespace

@@ -45,7 +45,12 @@ class ControlPlane:
     sooner priority class. num_partitions: ranks of data-parallel attention. kv_events: keep what take_kv_events
     returns, which must then be called.
 
-    Calls that are out of contract raise CheckError, which is an AssertionError and a RuntimeError.
+    Values out of range, and calls out of order, raise CheckError, which is an AssertionError and a RuntimeError: in
+    apply() where they were queued, else at once. Arguments of another type raise TypeError at once: arrays that are not
+    contiguous int32 ones, which are never cast, and integers that do not fit their place (int32 for an index, a
+    generation, a priority and the like, int64 for tokens and times). A retention whose ttl_s is no number raises
+    ValueError, an infinite one OverflowError. After an exception in the middle of a call, which is a bug or a lack of
+    memory, every further call raises CheckError and says so.
     """
 
     def __init__(
@@ -94,7 +99,8 @@ class ControlPlane:
         draft_width: int = 0,
         partition_hint: int | None = None,
     ) -> None:
-        """Queues a request. token_ids: (n,) int32, copied. priority: lower is sooner. An end token ends the request
+        """Queues a request. token_ids: (n,) int32, contiguous, copied. max_new_tokens beyond the context window: up to
+        its end. priority: lower is sooner. An end token ends the request
         once more than min_new_tokens tokens are generated. namespace and adapter keep prefix caches apart, and spans
         prompts whose placeholders stand for different contents. match_limit: at most so many prompt tokens may come
         from the prefix cache. retain: the pages of a good end stay for the session's next turn. deadline_ms, on the
@@ -123,7 +129,8 @@ class ControlPlane:
         self._scheduler.cancel(key.index, key.generation)
 
     def finish(self, key: RequestKey, keep_tokens: int) -> None:
-        """Queues the end of a request after its first keep_tokens generated tokens (a stop string was found)."""
+        """Queues the end of a request after its first keep_tokens generated tokens (a stop string was found). Of one
+        that has ended already keep_tokens may be any number: the fewest that were ever told count."""
         self._scheduler.finish(key.index, key.generation, keep_tokens)
 
     def retain(self, key: RequestKey, deadline_ms: int) -> None:
@@ -159,8 +166,8 @@ class ControlPlane:
         return None if plan is None else StepPlan(*plan)
 
     def advance(self, result: StepResult) -> None:
-        """Takes in the result of the oldest step in flight. It is checked whole before anything changes. Rows of
-        requests that have ended meanwhile are ignored."""
+        """Takes in the result of the oldest step in flight, in contiguous int32 arrays. It is checked whole before
+        anything changes. Rows of requests that have ended meanwhile are ignored."""
         self._scheduler.advance(
             result.step_id, result.accepted_offsets, result.token_ids, result.row_faults, result.fault
         )

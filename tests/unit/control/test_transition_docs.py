@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the diagram of docs/control-plane.md are what transitions.h declares.
+"""The table and the diagram of docs/control-plane.md are what transitions.h declares, and the lines that it says do
+not compile are cases of tests/must_not_compile.
 
 csrc/control/tests/transition_table.cc prints both; here it writes them into a copy of the docs, which must not change.
 """
@@ -7,6 +8,7 @@ csrc/control/tests/transition_table.cc prints both; here it writes them into a c
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -67,3 +69,12 @@ def test_a_page_without_markers_is_refused(program: Path, tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "lacks the markers" in done.stderr
     assert not (tmp_path / PAGES[1]).exists()
+
+
+def test_the_lines_that_do_not_compile_are_from_the_cases() -> None:
+    rows = re.findall(r"^\| (\d) \| .*? \| `([^`]*;)` \| ", (ROOT / "docs" / PAGES[0]).read_text(), re.MULTILINE)
+    assert [number for number, _ in rows] == ["1", "2", "3", "4", "5", "7", "8"]
+    folder = ROOT / "csrc" / "control" / "tests" / "must_not_compile"
+    for number, line in rows:
+        (source,) = folder.glob(f"0{number}_*.cc")
+        assert line in [text.strip() for text in source.read_text().splitlines()], line

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads back what a model writes: reasoning, content and tool calls, while it is written. One file a dialect.
+
+A parser sees text only, with the marks of the dialect in it (special tokens kept) and without the token that ends the
+turn. It knows no token, no wire format and no engine. For every text and every split of it into chunks, the joined
+deltas are the same, and nothing that was sent is taken back.
+
+Files that begin with an underscore are what dialects are made of; they are no dialects.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from types import ModuleType
+from typing import Protocol
+
+from tokenspeed.chat import Tool
+from tokenspeed.core.errors import ConfigError
+
+Schema = Mapping[str, object]
+"""A JSON schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """A call begins; its arguments follow, then its end. index counts the calls of the message from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """More of the arguments of a call, as JSON text."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
+    """The call is over. complete: its arguments are one whole JSON object; otherwise the text ended or broke in them,
+    which happens only where Context.sound_calls let them leave early."""
+
+    index: int
+    complete: bool = True
+
+
+Delta = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | ToolCallEnd
+
+
+def new_id() -> str:
+    """An id for a call whose dialect writes none."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a parser is told of its request.
+
+    tools: the schema of the parameters of each tool, by name; when empty, tool markup is content.
+    starts_in_reasoning: the prompt has already opened the reasoning block, see `opens_reasoning`.
+    parallel_tool_calls: if False, the parser is done after the first complete call and reads no further.
+    sound_calls: something, such as a grammar, makes every call well formed, so arguments leave while they are written.
+        If False, a call is withheld until it is complete, since text that turns out to be no call is content.
+    make_id: gives ids to calls.
+    """
+
+    tools: Mapping[str, Schema] = field(default_factory=dict)
+    starts_in_reasoning: bool = False
+    parallel_tool_calls: bool = True
+    sound_calls: bool = False
+    make_id: Callable[[], str] = new_id
+
+
+class Parser(Protocol):
+    """Reads one message. Used by one thread at a time."""
+
+    @property
+    def done(self) -> bool:
+        """No further text can matter: generation may stop."""
+        ...
+
+    @property
+    def withholds(self) -> bool:
+        """Text was taken that has not left yet: a stream that is silent now is silent for a reason."""
+        ...
+
+    def feed(self, text: str) -> list[Delta]:
+        """What can be said after this chunk. Time is linear in the text, over all chunks."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """What is left when the text has ended; called once, and nothing is fed afterwards.
+
+        A call that was withheld and is not complete is content. One that has left in part is ended as incomplete.
+        """
+        ...
+
+
+Build = Callable[[Context], Parser]
+
+
+def names() -> tuple[str, ...]:
+    """The dialects that there are."""
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")))
+
+
+def resolve(name: str) -> Build:
+    """What builds the parser of this dialect for a request. ConfigError names the others."""
+    build: Build = _leaf(name).build
+    return build
+
+
+def choose(template: str) -> str:
+    """The dialect that a chat template speaks: the one most of whose signs stand in it, or none.
+
+    A leaf's SIGNS are alternatives; an alternative counts when all of its literals are in the template.
+    """
+    scores = {name: _score(_leaf(name).SIGNS, template) for name in names()}
+    best = max(scores, key=lambda name: scores[name])
+    return best if scores[best] else "none"
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a rendered prompt ends inside a reasoning block, for Context.starts_in_reasoning."""
+    return prompt.rstrip().endswith(_REASONING_OPENERS)
+
+
+def tool_schemas(tools: Iterable[Tool] | None) -> dict[str, Schema]:
+    """The schema of the parameters of each function, by name, for Context.tools; other tools are left out."""
+    schemas: dict[str, Schema] = {}
+    for tool in tools or ():
+        function = tool.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            parameters = function.get("parameters")
+            schemas[function["name"]] = parameters if isinstance(parameters, Mapping) else {}
+    return schemas
+
+
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """The same deltas with neighbours of one kind made one: what does not depend on how the text was split."""
+    result: list[Delta] = []
+    for _, group in groupby(deltas, key=type):
+        run = list(group)
+        first = run[0]
+        if isinstance(first, ToolCallStart | ToolCallEnd):
+            result += run
+        else:
+            text = "".join(delta.text for delta in run if not isinstance(delta, ToolCallStart | ToolCallEnd))
+            result.append(replace(first, text=text))
+    return result
+
+
+_REASONING_OPENERS = ("<think>", "[THINK]", "<|channel|>analysis<|message|>")
+
+
+def _leaf(name: str) -> ModuleType:
+    if name not in names():
+        raise ConfigError(f"no tool-call parser is called {name!r}; there are {', '.join(names())}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def _score(signs: Sequence[Sequence[str]], template: str) -> int:
+    return max((len(every) for every in signs if all(sign in template for sign in every)), default=0)

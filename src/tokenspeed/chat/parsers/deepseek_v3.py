@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A section of <|tool▁call▁begin|>function<|tool▁sep|>NAME and a ```json fence: DeepSeek V3 and R1. The bars are
+full-width and the gaps are U+2581.
+"""
+
+from __future__ import annotations
+
+from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers._calls import NAME, arguments, fences, section
+from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._scanner import Reading, Scanner
+
+OPEN, CLOSE = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+CALL, CALL_CLOSE = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+FENCE, FENCE_CLOSE = "```json", "```"
+SIGNS = ((OPEN, FENCE),)
+
+
+def build(context: Context) -> Parser:
+    """The parser for a request."""
+    starts = {OPEN: section(CALL, CLOSE, _call), **fences(context)}
+    return conversation(context, Dialect(starts, ends_reasoning=(OPEN,)))
+
+
+def _call(scanner: Scanner, out: Output) -> Reading[bool]:
+    kind = yield from scanner.word(NAME)
+    if not kind or not (yield from scanner.accept(SEPARATOR)):
+        return False
+    name = yield from scanner.word(NAME)
+    yield from scanner.space()
+    if not name or not (yield from scanner.accept(FENCE)):
+        return False
+    out.start(name)
+    if not (yield from arguments(scanner, out.arguments, (FENCE_CLOSE,))):
+        return False
+    out.end()
+    for close in (FENCE_CLOSE, CALL_CLOSE):
+        yield from scanner.space()
+        yield from scanner.accept(close)
+    return True

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A section of <|tool▁call▁begin|>NAME<|tool▁sep|>{…}<|tool▁call▁end|>: DeepSeek V3.1. The bars are full-width and the
+gaps are U+2581.
+"""
+
+from __future__ import annotations
+
+from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers._calls import NAME, arguments, fences, section
+from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._scanner import Reading, Scanner
+
+OPEN, CLOSE = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+CALL, CALL_CLOSE = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+SIGNS = ((OPEN,),)
+
+
+def build(context: Context) -> Parser:
+    """The parser for a request."""
+    starts = {OPEN: section(CALL, CLOSE, _call), **fences(context)}
+    return conversation(context, Dialect(starts, ends_reasoning=(OPEN,)))
+
+
+def _call(scanner: Scanner, out: Output) -> Reading[bool]:
+    name = yield from scanner.word(NAME)
+    if not name or not (yield from scanner.accept(SEPARATOR)):
+        return False
+    out.start(name)
+    if not (yield from arguments(scanner, out.arguments, (CALL_CLOSE,))):
+        return False
+    out.end()
+    yield from scanner.space()
+    yield from scanner.accept(CALL_CLOSE)
+    return True

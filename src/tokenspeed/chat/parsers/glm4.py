@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>, with or without line breaks: GLM 4.5
+and later. Strings are written without quotes, so types come from the schema.
+"""
+
+from __future__ import annotations
+
+from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers._calls import NAME, Tags, fences, tagged_parameters
+from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._scanner import Reading, Scanner
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TAGS = Tags("<arg_key>", "</arg_key>", "</arg_value>", ("<arg_key>", CLOSE), value_open="<arg_value>")
+SIGNS = ((OPEN, "<arg_key>"),)
+
+
+def build(context: Context) -> Parser:
+    """The parser for a request."""
+    return conversation(context, Dialect({OPEN: _call, **fences(context)}))
+
+
+def _call(scanner: Scanner, out: Output) -> Reading[bool]:
+    yield from scanner.space()
+    name = yield from scanner.word(NAME)
+    if not name or not (yield from scanner.follows(("<arg_key>", CLOSE))):
+        return False
+    out.start(name)
+    if not (yield from tagged_parameters(scanner, out, out.context.tools.get(name, {}), TAGS)):
+        return False
+    if not (yield from scanner.accept(CLOSE)):
+        return False
+    out.end()
+    return True

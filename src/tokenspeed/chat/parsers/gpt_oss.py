@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Harmony: messages of <|channel|>CHANNEL<|message|>…<|end|>, where a call is sent to=functions.NAME: gpt-oss.
+
+analysis is reasoning; final is content, and so is commentary that is sent to nobody.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers._calls import arguments
+from tokenspeed.chat.parsers._machine import Machine, Output, Reader, attempt
+from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+SIGNS = ((CHANNEL, MESSAGE),)
+_BEGINS = Marks((START, CHANNEL, *ENDS))
+_HEADER_ENDS = Marks((MESSAGE, START, *ENDS))
+_BODY_ENDS = Marks((START, *ENDS))
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+
+
+def build(context: Context) -> Parser:
+    """The parser for a request."""
+    return Machine(context, _program)
+
+
+def _program(scanner: Scanner, out: Output) -> Reading[None]:
+    mark = ""
+    if out.context.starts_in_reasoning:
+        mark = yield from scanner.until(_BODY_ENDS, out.reasoning)
+        out.end_reasoning()
+    else:
+        spaces: list[str] = []
+        yield from scanner.space(spaces.append)
+        recipient = yield from scanner.accept("to=")
+        if recipient:
+            yield from attempt(scanner, out, "".join(spaces) + recipient, _reader(recipient))
+        else:
+            out.content("".join(spaces))
+    while True:
+        mark = mark or (yield from scanner.until(_BEGINS, out.content))
+        if not mark:
+            return
+        if mark not in ENDS:
+            yield from attempt(scanner, out, mark, _reader(mark))
+        mark = ""
+
+
+def _reader(begin: str) -> Reader:
+    def read(scanner: Scanner, out: Output) -> Reading[bool]:
+        return _messages(scanner, out, begin)
+
+    return read
+
+
+def _messages(scanner: Scanner, out: Output, begin: str) -> Reading[bool]:
+    """Read a message after the beginning of its header, and further ones where no end stands between."""
+    while begin:
+        pieces = [begin]
+        if (yield from scanner.until(_HEADER_ENDS, pieces.append)) != MESSAGE:
+            return False
+        header = "".join(pieces)
+        channel = _CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header)
+        is_reasoning = channel is not None and channel[1] == "analysis"
+        if recipient and (not is_reasoning or recipient[1] in out.context.tools):
+            return bool(out.context.tools) and (yield from _call(scanner, out, recipient[1]))
+        scanner.forget()
+        end = yield from scanner.until(_BODY_ENDS, out.reasoning if is_reasoning else out.content)
+        if is_reasoning:
+            out.end_reasoning()
+        begin = end if end == START else ""
+        if begin:
+            scanner.record(begin)
+    return True
+
+
+def _call(scanner: Scanner, out: Output, name: str) -> Reading[bool]:
+    out.start(name)
+    if not (yield from arguments(scanner, out.arguments, ENDS)):
+        return False
+    out.end()
+    yield from scanner.space()
+    yield from scanner.accept(*ENDS)
+    return True

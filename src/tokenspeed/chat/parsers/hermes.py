@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen 2.5 and 3, SmolLM3 and many more.
+
+Small models of this dialect also write the bare object as their whole answer, or put it in <tools>.
+"""
+
+from __future__ import annotations
+
+from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers._calls import fences, named_object, whole_call
+from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._scanner import Reading, Scanner
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+SIGNS = ((OPEN,),)
+
+
+def build(context: Context) -> Parser:
+    """The parser for a request."""
+    starts = {OPEN: _calls, "<tools>": whole_call(context, "</tools>"), **fences(context)}
+    return conversation(context, Dialect(starts, first=whole_call(context)))
+
+
+def _calls(scanner: Scanner, out: Output) -> Reading[bool]:
+    """Calls up to the closing mark; a model that forgets it, or writes a mark twice, is understood."""
+    again = OPEN
+    while again:
+        yield from scanner.space()
+        again = yield from scanner.accept(OPEN)
+    while (yield from named_object(scanner, out)):
+        yield from scanner.space()
+        if (yield from scanner.accept(CLOSE)) or (yield from scanner.peek()) != "{":
+            return True
+    return False

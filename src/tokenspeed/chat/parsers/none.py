@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Templates without a known form of a call: reasoning in <think>, and calls only in a ```json fence."""
+
+from __future__ import annotations
+
+from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers._calls import fences
+from tokenspeed.chat.parsers._machine import Dialect, conversation
+
+SIGNS: tuple[tuple[str, ...], ...] = ()
+
+
+def build(context: Context) -> Parser:
+    """The parser for a request."""
+    return conversation(context, Dialect(fences(context)))

@@ -132,7 +132,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP face. Binds loopback unless told otherwise."""
+    """The HTTP face. Binds loopback unless told otherwise. tool_call_parser: what reads reasoning and calls in replies;
+    auto asks the chat template."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -140,6 +141,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] = ()
     body_bytes_max: int = 64 * 1024 * 1024
     strict_model_name: bool = False
+    tool_call_parser: str = "auto"
 
 
 def cache_dir() -> Path:

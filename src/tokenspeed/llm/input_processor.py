@@ -102,7 +102,8 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._info = info
         self._config = config
-        self._template = _chat_template(source, tokenizer, config)
+        self.template_text = _chat_template_text(source, config)
+        self._template = _chat_template(self.template_text, tokenizer)
         self._eos_ids = _eos_ids(source, tokenizer)
         self._token_chars_max = NORMALISING_MAX * _longest_token(tokenizer)
 
@@ -110,6 +111,12 @@ class InputProcessor:
     def has_chat_template(self) -> bool:
         """Whether a ChatPrompt can be rendered."""
         return self._template is not None
+
+    def reply_opening(self, template_kwargs: Mapping[str, object]) -> str:
+        """The end of what is rendered before a reply, which may open its reasoning. Empty without a template."""
+        if self._template is None:
+            return ""
+        return self.render(ChatPrompt([{"role": "user", "content": "?"}], template_kwargs=template_kwargs))[-64:]
 
     def render(self, prompt: ChatPrompt) -> str:
         """The text that a conversation becomes. Raises InvalidRequestError."""
@@ -261,9 +268,13 @@ def _eos_ids(source: ModelSource, tokenizer: TextCodec) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _chat_template(source: ModelSource, tokenizer: TextCodec, config: EngineConfig) -> ChatTemplate | None:
+def _chat_template_text(source: ModelSource, config: EngineConfig) -> str | None:
     """The template given by the operator, else the model's own."""
-    text = source.chat_template if config.model.chat_template is None else _template_text(config.model.chat_template)
+    given = config.model.chat_template
+    return source.chat_template if given is None else _template_text(given)
+
+
+def _chat_template(text: str | None, tokenizer: TextCodec) -> ChatTemplate | None:
     if text is None:
         return None
     return ChatTemplate(

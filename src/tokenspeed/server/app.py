@@ -6,6 +6,7 @@ Knows the engine only as a ServedLLM. Importing this loads no torch.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -23,20 +24,25 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenspeed import __version__
+from tokenspeed.chat import parsers
 from tokenspeed.core.config import ServerConfig
 from tokenspeed.observability.metrics import CONTENT_TYPE, Metrics, PoolSize
-from tokenspeed.server import openai_chat, openai_completions, tokens
+from tokenspeed.server import anthropic_answers, anthropic_messages, openai_chat, openai_completions, tokens
+from tokenspeed.server.chat import Conversation
 from tokenspeed.server.connection import read_struct, while_connected
-from tokenspeed.server.errors import HttpError, failure_of
+from tokenspeed.server.errors import Failure, HttpError, failure_of
 from tokenspeed.server.generation import Job, new_id
-from tokenspeed.server.sampling import SamplingFields, request_priority
+from tokenspeed.server.sampling import request_priority
 from tokenspeed.server.served import Patience, Served, ServedLLM
 from tokenspeed.server.sse import EventStream
+from tokenspeed.server.turn import reply_to
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version"})
+_ANTHROPIC_PATH = "/v1/messages"
 _CLIENT_GONE = 499
+_NO_DIALECT = "none"
 _log = logging.getLogger(__name__)
 
 
@@ -64,7 +70,8 @@ def create_app(llm: ServedLLM, config: ServerConfig, *, patience: Patience | Non
     name = served_name(llm)
     pool = PoolSize(llm.info.num_kv_blocks, llm.info.block_size)
     metrics = Metrics(name, pool, lambda: llm.stats)
-    served = Served(llm, config, name, metrics, int(time.time()), patience or Patience())
+    dialect = _dialect(llm, config)
+    served = Served(llm, config, name, metrics, int(time.time()), dialect, patience or Patience())
     middleware = [Middleware(_KeyCheck, api_key=config.api_key)] if config.api_key else []
     if config.cors_origins:
         origins = list(config.cors_origins)
@@ -82,10 +89,21 @@ def served_name(llm: ServedLLM) -> str:
     return path.name.removesuffix(".gguf") if path.name and path.exists() else model.model
 
 
+def _dialect(llm: ServedLLM, config: ServerConfig) -> str:
+    """The parser of the model's replies: what the operator says, else what its chat template speaks. ConfigError when
+    there is no such parser."""
+    if config.tool_call_parser == "auto":
+        return parsers.choose(llm.input_processor.template_text or "")
+    parsers.resolve(config.tool_call_parser)
+    return config.tool_call_parser
+
+
 def _routes(served: Served) -> list[Route]:
     table: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", _chat_completions),
         ("POST", "/v1/completions", _completions),
+        ("POST", "/v1/messages", _messages),
+        ("POST", "/v1/messages/count_tokens", _count_tokens),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{model:path}", _model),
         ("POST", "/tokenize", _tokenize),
@@ -112,26 +130,63 @@ def _endpoint(served: Served, handler: Endpoint) -> Callable[[Request], Awaitabl
             failure = failure_of(error)
             if failure.is_bug:
                 _log.exception("%s %s failed", request.method, request.url.path)
-            return failure.response()
+            return _said(failure, request.url.path)
 
     return endpoint
 
 
+def _said(failure: Failure, path: str) -> Response:
+    """A failure in the shape of the API that the path belongs to."""
+    return anthropic_answers.error_response(failure) if path.startswith(_ANTHROPIC_PATH) else failure.response()
+
+
 async def _chat_completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_chat.ChatBody, served.config.body_bytes_max)
-    headers = _model_headers(served, body)
+    headers = _model_headers(served, body.model)
     conversation = openai_chat.read_conversation(body, served.llm)
-    job = Job(new_id("chatcmpl"), [conversation.prompt()], conversation.params, priority=conversation.priority)
+    job = _chat_job("chatcmpl", served, conversation)
+    reply = reply_to(served, conversation)
     headers["x-request-id"] = job.request_id
     if body.stream:
-        return EventStream(openai_chat.chunk_frames(served, job, body), served.patience.ping_s, headers)
-    answer = await while_connected(request.receive, openai_chat.whole_answer(served, job, body))
+        return EventStream(openai_chat.chunk_frames(served, job, reply, body), served.patience.ping_s, headers)
+    answer = await while_connected(request.receive, openai_chat.whole_answer(served, job, reply, body))
     return _json(answer, headers)
+
+
+async def _messages(served: Served, request: Request) -> Response:
+    body = await read_struct(request, anthropic_messages.MessagesBody, served.config.body_bytes_max)
+    headers = _model_headers(served, body.model)
+    conversation = anthropic_messages.read_conversation(body, served.llm)
+    job = _chat_job("msg", served, conversation)
+    reply = reply_to(served, conversation)
+    headers["request-id"] = job.request_id
+    if body.stream:
+        frames = anthropic_answers.event_frames(served, job, reply)
+        return EventStream(
+            frames, served.patience.ping_s, headers, anthropic_answers.error_frame, anthropic_answers.error_response
+        )
+    answer = await while_connected(request.receive, anthropic_answers.whole_answer(served, job, reply))
+    return _json(answer, headers)
+
+
+async def _count_tokens(served: Served, request: Request) -> Response:
+    body = await read_struct(request, anthropic_messages.CountBody, served.config.body_bytes_max)
+    prompt = anthropic_messages.read_conversation(body, served.llm).prompt()
+    ids = await asyncio.to_thread(served.llm.input_processor.encode, prompt)
+    return _json(anthropic_answers.TokenCount(len(ids)))
+
+
+def _chat_job(prefix: str, served: Served, conversation: Conversation) -> Job:
+    """The parser sees the marks of the model's dialect, so they stay in the text unless the request says otherwise."""
+    params = conversation.params
+    if served.dialect != _NO_DIALECT and params.skip_special_tokens:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    return Job(new_id(prefix), [conversation.prompt()], params, priority=conversation.priority)
 
 
 async def _completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_completions.CompletionBody, served.config.body_bytes_max)
-    headers = _model_headers(served, body)
+    headers = _model_headers(served, body.model)
     prompts = openai_completions.read_prompts(body)
     params = openai_completions.read_params(body, served.llm)
     job = Job(new_id("cmpl"), prompts, params, priority=request_priority(body))
@@ -199,9 +254,8 @@ def health_problem(served: Served) -> str | None:
     return None
 
 
-def _model_headers(served: Served, body: SamplingFields) -> dict[str, str]:
-    """Headers that say so when the body names a model that is not the one served."""
-    asked = body.model
+def _model_headers(served: Served, asked: str | None) -> dict[str, str]:
+    """Headers that say so when a body names a model that is not the one served."""
     if not asked or asked == served.model_name:
         return {}
     if served.config.strict_model_name:
@@ -246,14 +300,17 @@ class _KeyCheck:
     """Asks for the API key on every path but those that probes and scrapers read."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app, self._expected = app, f"Bearer {api_key}".encode()
+        self._app, self._expected = app, api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
         is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS
-        given = dict(scope.get("headers", [])).get(b"authorization", b"")
+        headers = dict(scope.get("headers", []))
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = headers.get(b"x-api-key") or (bearer if scheme == b"Bearer" else b"")
         if is_open or hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)
             return
-        message = "the API key is missing or wrong; send `Authorization: Bearer KEY`"
-        await failure_of(HttpError(401, message, code="invalid_api_key")).response()(scope, receive, send)
+        message = "the API key is missing or wrong; send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
+        failure = failure_of(HttpError(401, message, code="invalid_api_key"))
+        await _said(failure, scope["path"])(scope, receive, send)

@@ -41,7 +41,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is asked, whichever dialect it came in. tools: as sent, key order kept."""
+    """What is asked, whichever dialect it came in. tools: as sent, key order kept. may_call: whether a call in the
+    reply is one, or text."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, object], ...]
@@ -49,6 +50,8 @@ class Conversation:
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     priority: int = 0
+    may_call: bool = True
+    parallel_tool_calls: bool = True
 
     def prompt(self) -> ChatPrompt:
         """The conversation as the template sees it."""

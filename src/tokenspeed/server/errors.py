@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 
@@ -41,12 +42,14 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What an exception becomes. is_bug: nobody raised it on purpose, so it deserves a traceback in the log."""
+    """What an exception becomes. is_bug: nobody raised it on purpose, so it deserves a traceback in the log. error: the
+    exception itself, for dialects that say it in other words."""
 
     status: int
     body: ErrorBody
     headers: dict[str, str] = field(default_factory=dict)
     is_bug: bool = False
+    error: BaseException | None = None
 
     def response(self) -> Response:
         """The HTTP answer."""
@@ -56,6 +59,10 @@ class Failure:
 
 def failure_of(error: BaseException) -> Failure:
     """Status, body and headers for any exception."""
+    return dataclasses.replace(_classified(error), error=error)
+
+
+def _classified(error: BaseException) -> Failure:
     match error:
         case RequestError():
             return _failure(400, str(error), "invalid_request_error", error.param, error.code)

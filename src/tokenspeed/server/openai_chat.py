@@ -10,15 +10,18 @@ from typing import Any
 
 import msgspec
 
+from tokenspeed.chat import parsers
+from tokenspeed.chat.parsers import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.core.request import SamplingParams
-from tokenspeed.llm.outputs import CompletionOutput
+from tokenspeed.llm.outputs import LogprobEntry
 from tokenspeed.server.chat import ROLES, Conversation, Message, ToolCall
-from tokenspeed.server.generation import Choice, Job, Tally, Usage, finish_text, pieces, whole
+from tokenspeed.server.generation import Job, Tally, Usage
 from tokenspeed.server.openai_logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
 from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params
 from tokenspeed.server.served import Served, ServedLLM
 from tokenspeed.server.sse import DONE, data_frame
+from tokenspeed.server.turn import End, News, Reply, news_of
 
 # What the request itself says to the template.
 _OWN_TEMPLATE_NAMES = ("self", "messages", "tools", "add_generation_prompt")
@@ -71,6 +74,7 @@ class ChatBody(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     functions: list[Any] | None = None
     function_call: Any = None
@@ -81,12 +85,30 @@ class ChatBody(SamplingFields, kw_only=True):
     enable_thinking: bool | None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Name and arguments of a call, or what a chunk adds to them."""
+
+    name: str | None = None
+    arguments: str = ""
+
+
+class ToolCallAnswer(msgspec.Struct, frozen=True):
+    """A call of a whole answer."""
+
+    id: str
+    type: str
+    function: CalledFunction
+
+
 class AnswerMessage(msgspec.Struct, frozen=True):
-    """The message of a choice."""
+    """The message of a choice. reasoning: the same as reasoning_content, under the name that some clients read."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallAnswer] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnswerChoice(msgspec.Struct, frozen=True):
@@ -111,11 +133,30 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to a call: its id and name, then pieces of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction | None = None
+
+    @classmethod
+    def of(cls, delta: ToolCallStart | ToolCallArguments) -> ToolCallDelta:
+        """A parser's delta."""
+        if isinstance(delta, ToolCallStart):
+            return cls(delta.index, delta.id, "function", CalledFunction(delta.name))
+        return cls(delta.index, function=CalledFunction(arguments=delta.text))
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a chunk adds to the message."""
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -151,39 +192,42 @@ def read_conversation(body: ChatBody, llm: ServedLLM) -> Conversation:
         add_generation_prompt=body.add_generation_prompt is not False,
         template_kwargs=_template_kwargs(body),
         priority=request_priority(body),
+        may_call=body.tool_choice != "none",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
     )
 
 
-async def whole_answer(served: Served, job: Job, body: ChatBody) -> Answer:
+async def whole_answer(served: Served, job: Job, reply: Reply, body: ChatBody) -> Answer:
     """Runs `job` to its end."""
-    tally = Tally()
-    choices, firsts = await whole(served, job, tally)
+    tally, choices, first = Tally(), [_Choice() for _ in range(job.num_choices)], None
+    async with aclosing(news_of(served, job, reply, tally)) as found:
+        async for news in found:
+            first = first or news.output
+            choices[news.choice].take(news)
     answer = Answer(
         id=job.request_id,
         created=int(time.time()),
         model=served.model_name,
-        choices=[_answer_choice(index, choice, body) for index, choice in enumerate(choices)],
+        choices=[choice.answer(index, body) for index, choice in enumerate(choices)],
         usage=tally.usage(),
     )
-    first = firsts[0]
     if first is None or first.prompt_logprobs is None:
         return answer
     return msgspec.structs.replace(answer, prompt_logprobs=prompt_logprobs(first.prompt_logprobs))
 
 
-async def chunk_frames(served: Served, job: Job, body: ChatBody) -> AsyncGenerator[bytes, None]:
+async def chunk_frames(served: Served, job: Job, reply: Reply, body: ChatBody) -> AsyncGenerator[bytes, None]:
     """The frames of a streamed answer: roles, deltas, finishes, usage when asked for, [DONE]."""
     writer = _ChunkWriter(served, job, body)
     has_begun = False
-    async with aclosing(pieces(served, job, writer.tally)) as news:
-        async for piece in news:
+    async with aclosing(news_of(served, job, reply, writer.tally)) as found:
+        async for news in found:
             if not has_begun:
                 has_begun = True
                 for index in range(job.num_choices):
                     yield writer.frame([ChunkChoice(index, Delta(role="assistant", content=""))])
-            for index, completion in piece.choices:
-                for choice in writer.choices(index, completion):
-                    yield writer.frame([choice])
+            for choice in writer.choices(news):
+                yield writer.frame([choice])
     if writer.wants_usage:
         yield writer.usage_frame()
     yield DONE
@@ -200,16 +244,16 @@ class _ChunkWriter:
         self._id, self._created, self._model = job.request_id, int(time.time()), served.model_name
         self._num_top = body.top_logprobs or 0 if body.logprobs else None
 
-    def choices(self, index: int, completion: CompletionOutput) -> list[ChunkChoice]:
-        """What one output adds to one choice: a delta, an end, both or nothing."""
-        made = []
-        entries = completion.logprobs if self._num_top is not None else None
-        if completion.text or entries:
-            logprobs = None if self._num_top is None else chat_logprobs(entries or (), self._num_top)
-            made.append(ChunkChoice(index, Delta(content=completion.text), logprobs))
-        if completion.finish_reason is not None:
-            finish = finish_text(completion.finish_reason)
-            made.append(ChunkChoice(index, Delta(), None, finish, completion.stop_reason))
+    def choices(self, news: News) -> list[ChunkChoice]:
+        """What is new of one choice: deltas, an end, both or nothing. Log-probabilities go with the first delta, or
+        alone while the text is withheld."""
+        made = [ChunkChoice(news.choice, delta) for delta in map(_delta, news.deltas) if delta is not None]
+        if self._num_top is not None and (made or news.logprobs):
+            first = made[0] if made else ChunkChoice(news.choice, Delta())
+            logprobs = chat_logprobs(news.logprobs, self._num_top)
+            made[:1] = [msgspec.structs.replace(first, logprobs=logprobs)]
+        if news.end is not None:
+            made.append(ChunkChoice(news.choice, Delta(), None, news.end.reason, news.end.stopped_by))
         return made
 
     def frame(self, choices: list[ChunkChoice]) -> bytes:
@@ -225,10 +269,51 @@ class _ChunkWriter:
         return Chunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
 
-def _answer_choice(index: int, choice: Choice, body: ChatBody) -> AnswerChoice:
-    logprobs = chat_logprobs(choice.logprobs, body.top_logprobs or 0) if body.logprobs else None
-    message = AnswerMessage("assistant", choice.text)
-    return AnswerChoice(index, message, logprobs, choice.finish_reason, choice.stop_reason)
+class _Choice:
+    """A choice put together from its news."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallStart, list[str]]] = []
+        self._logprobs: list[LogprobEntry] = []
+        self._end: End | None = None
+
+    def take(self, news: News) -> None:
+        self._logprobs += news.logprobs
+        self._end = news.end or self._end
+        for delta in news.deltas:
+            if isinstance(delta, ContentDelta):
+                self._content.append(delta.text)
+            elif isinstance(delta, ReasoningDelta):
+                self._reasoning.append(delta.text)
+            elif isinstance(delta, ToolCallStart):
+                self._calls.append((delta, []))
+            elif isinstance(delta, ToolCallArguments):
+                self._calls[-1][1].append(delta.text)
+
+    def answer(self, index: int, body: ChatBody) -> AnswerChoice:
+        logprobs = chat_logprobs(self._logprobs, body.top_logprobs or 0) if body.logprobs else None
+        end = self._end or End("abort")
+        return AnswerChoice(index, self._message(), logprobs, end.reason, end.stopped_by)
+
+    def _message(self) -> AnswerMessage:
+        content, reasoning = "".join(self._content), "".join(self._reasoning) or msgspec.UNSET
+        calls = [
+            ToolCallAnswer(start.id, "function", CalledFunction(start.name, "".join(texts)))
+            for start, texts in self._calls
+        ]
+        shown = None if calls and not content else content
+        return AnswerMessage("assistant", shown, None, reasoning, reasoning, calls or msgspec.UNSET)
+
+
+def _delta(delta: parsers.Delta) -> Delta | None:
+    """A parser's delta on the wire; the end of a call is not said."""
+    if isinstance(delta, ContentDelta):
+        return Delta(content=delta.text)
+    if isinstance(delta, ReasoningDelta):
+        return Delta(reasoning_content=delta.text, reasoning=delta.text)
+    return None if isinstance(delta, ToolCallEnd) else Delta(tool_calls=[ToolCallDelta.of(delta)])
 
 
 def _refuse_what_needs_a_grammar(body: ChatBody) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,13 @@ class TokenCodec(TextCodec, Protocol):
 
 
 class PromptEncoder(Protocol):
-    """Prompts to ids."""
+    """Prompts to ids. template_text: the chat template."""
+
+    template_text: str | None
+
+    def reply_opening(self, template_kwargs: Mapping[str, object]) -> str:
+        """The end of what is rendered before a reply."""
+        ...
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Raises InvalidRequestError."""
@@ -75,11 +81,13 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One served model and how it is served. created: Unix time at which serving began."""
+    """One served model and how it is served. created: Unix time at which serving began. dialect: the name of the parser
+    that reads its replies."""
 
     llm: ServedLLM
     config: ServerConfig
     model_name: str
     metrics: Metrics
     created: int
+    dialect: str
     patience: Patience = Patience()

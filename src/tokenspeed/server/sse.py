@@ -51,10 +51,12 @@ class EventStream(Response):
         ping_s: float,
         headers: Mapping[str, str],
         frame_of_failure: Callable[[Failure], bytes] = error_frame,
+        answer_of_failure: Callable[[Failure], Response] = Failure.response,
     ) -> None:
         super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
-        self._frames, self._ping_s, self._frame_of_failure = frames, ping_s, frame_of_failure
+        self._frames, self._ping_s = frames, ping_s
+        self._frame_of_failure, self._answer_of_failure = frame_of_failure, answer_of_failure
         self._started = False
         self._last_sent_s = time.monotonic()
         self._sending = asyncio.Lock()
@@ -78,7 +80,7 @@ class EventStream(Response):
                 _log.exception("request failed")
             pinger.cancel()
             if not self._started:
-                await failure.response()(scope, receive, send)
+                await self._answer_of_failure(failure)(scope, receive, send)
                 return
             await self._send(send, self._frame_of_failure(failure))
         finally:

@@ -98,6 +98,19 @@ StartLoopback = Callable[..., Loopback]
 @pytest.fixture
 def start() -> Iterator[StartLoopback]:
     """Starts servers that end with the test."""
+    with _starting() as start_one:
+        yield start_one
+
+
+@pytest.fixture(scope="module")
+def start_module() -> Iterator[StartLoopback]:
+    """Starts servers that end with the tests of the module."""
+    with _starting() as start_one:
+        yield start_one
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[StartLoopback]:
     with contextlib.ExitStack() as stack:
 
         def start_one(

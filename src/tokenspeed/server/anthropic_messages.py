@@ -7,7 +7,7 @@ out; fields that it does not know are ignored, as clients send new ones with eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -24,10 +24,18 @@ _THREAD_CODE = "thread_unsupported_request"
 _REASONING_BLOCKS = ("thinking", "redacted_thinking")
 
 
+class CacheControl(msgspec.Struct):
+    """A hint that what ends here is asked for again."""
+
+    type: str
+    ttl: str | None = None
+
+
 class Block(msgspec.Struct):
     """A content block of any type; the fields that its type has are set."""
 
     type: str
+    cache_control: CacheControl | None = None
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
@@ -90,6 +98,7 @@ class CountBody(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     thread: Any = None
+    metadata: dict[str, Any] | None = None
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -126,6 +135,14 @@ def read_conversation(body: CountBody, llm: ServedLLM) -> Conversation:
         may_call=body.tool_choice is None or body.tool_choice.type != "none",
         parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
     )
+
+
+def cache_ttls(body: CountBody) -> Iterator[str | None]:
+    """How long the client wants to find again what it marks."""
+    blocks = [] if body.system is None or isinstance(body.system, str) else list(body.system)
+    for message in body.messages:
+        blocks += [] if isinstance(message.content, str) else message.content
+    return (block.cache_control.ttl for block in blocks if block.cache_control is not None)
 
 
 def _refuse_what_needs_a_grammar(body: CountBody) -> None:

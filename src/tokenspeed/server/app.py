@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -34,6 +34,7 @@ from tokenspeed.server.errors import Failure, HttpError, failure_of
 from tokenspeed.server.generation import Job, new_id
 from tokenspeed.server.sampling import request_priority
 from tokenspeed.server.served import Patience, Served, ServedLLM
+from tokenspeed.server.sessions import hold_for, session_of
 from tokenspeed.server.sse import EventStream
 from tokenspeed.server.turn import reply_to
 
@@ -144,7 +145,8 @@ async def _chat_completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_chat.ChatBody, served.config.body_bytes_max)
     headers = _model_headers(served, body.model)
     conversation = openai_chat.read_conversation(body, served.llm)
-    job = _chat_job("chatcmpl", served, conversation)
+    fields = (body.session_id, body.prompt_cache_key)
+    job = _chat_job("chatcmpl", served, conversation, session_of(request.headers, fields, conversation))
     reply = reply_to(served, conversation)
     headers["x-request-id"] = job.request_id
     if body.stream:
@@ -157,7 +159,9 @@ async def _messages(served: Served, request: Request) -> Response:
     body = await read_struct(request, anthropic_messages.MessagesBody, served.config.body_bytes_max)
     headers = _model_headers(served, body.model)
     conversation = anthropic_messages.read_conversation(body, served.llm)
-    job = _chat_job("msg", served, conversation)
+    user_id = (body.metadata or {}).get("user_id")
+    session = session_of(request.headers, (user_id,), conversation)
+    job = _chat_job("msg", served, conversation, session, anthropic_messages.cache_ttls(body))
     reply = reply_to(served, conversation)
     headers["request-id"] = job.request_id
     if body.stream:
@@ -176,12 +180,15 @@ async def _count_tokens(served: Served, request: Request) -> Response:
     return _json(anthropic_answers.TokenCount(len(ids)))
 
 
-def _chat_job(prefix: str, served: Served, conversation: Conversation) -> Job:
+def _chat_job(
+    prefix: str, served: Served, conversation: Conversation, session: str, ttls: Iterable[str | None] = ()
+) -> Job:
     """The parser sees the marks of the model's dialect, so they stay in the text unless the request says otherwise."""
     params = conversation.params
     if served.dialect != _NO_DIALECT and params.skip_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
-    return Job(new_id(prefix), [conversation.prompt()], params, priority=conversation.priority)
+    retain = hold_for(session, conversation, ttls)
+    return Job(new_id(prefix), [conversation.prompt()], params, conversation.priority, retain)
 
 
 async def _completions(served: Served, request: Request) -> Response:

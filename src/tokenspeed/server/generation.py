@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokenspeed.core.errors import InvalidRequestError, OverloadedError, RequestError
-from tokenspeed.core.request import FinishReason, SamplingParams
+from tokenspeed.core.request import FinishReason, Retention, SamplingParams
 from tokenspeed.llm.input_processor import Prompt
 from tokenspeed.llm.outputs import CompletionOutput, LogprobEntry, RequestOutput
 from tokenspeed.observability.logging import RequestSummary
@@ -41,12 +41,13 @@ class Usage(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one HTTP request asks of the engine."""
+    """What one HTTP request asks of the engine. retain: of its pages, should it end well."""
 
     request_id: str
     prompts: Sequence[Prompt]
     params: SamplingParams
     priority: int = 0
+    retain: Retention | None = None
 
     @property
     def num_choices(self) -> int:
@@ -106,7 +107,9 @@ async def pieces(served: Served, job: Job, tally: Tally) -> AsyncGenerator[Piece
         raise InvalidRequestError(f"{job.num_choices} completions are asked for; this server queues {most}", "n")
     watch = _Watch(served, job, tally)
     sources = [
-        served.llm.generate(prompt, job.params, request_id=_part_id(job, index), priority=job.priority)
+        served.llm.generate(
+            prompt, job.params, request_id=_part_id(job, index), priority=job.priority, retain=job.retain
+        )
         for index, prompt in enumerate(job.prompts)
     ]
     try:

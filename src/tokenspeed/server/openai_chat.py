@@ -81,6 +81,8 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
 

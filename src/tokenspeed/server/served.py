@@ -10,7 +10,7 @@ from typing import Protocol
 from tokenspeed.checkpoints import ModelSource
 from tokenspeed.core.config import EngineConfig, ServerConfig
 from tokenspeed.core.ipc import EngineInfo, EngineStats
-from tokenspeed.core.request import SamplingParams
+from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.llm.input_processor import Prompt, TextCodec
 from tokenspeed.llm.outputs import RequestOutput
 from tokenspeed.observability.metrics import Metrics
@@ -64,9 +64,19 @@ class ServedLLM(Protocol):
     def last_progress_s(self) -> float: ...
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        retain: Retention | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come; closing the generator cancels the request."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """The pages that a request asked to keep are not waited for."""
         ...
 
 

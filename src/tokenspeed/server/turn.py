@@ -56,8 +56,9 @@ def reply_to(served: Served, conversation: Conversation) -> Reply:
 
 async def news_of(served: Served, job: Job, reply: Reply, tally: Tally) -> AsyncGenerator[News, None]:
     """What each choice says, as it comes. A choice whose parser needs no more text ends there; when all have, what
-    still runs is cancelled."""
+    still runs is cancelled. Pages are kept only for a reply whose calls have results to come."""
     readers = [_Reader(reply()) for _ in range(job.num_choices)]
+    waits_for_results = False
     async with aclosing(pieces(served, job, tally)) as found:
         async for piece in found:
             for choice, completion in piece.choices:
@@ -71,9 +72,12 @@ async def news_of(served: Served, job: Job, reply: Reply, tally: Tally) -> Async
                 elif reader.is_done:
                     tally.finished[choice] = "stop"
                     end = reader.end("stop", None)
+                waits_for_results |= end is not None and end.reason == "tool_calls"
                 yield News(choice, tuple(deltas), completion.logprobs or (), end, piece.output)
             if all(reader.has_ended for reader in readers):
-                return
+                break
+    if job.retain is not None and not waits_for_results:
+        served.llm.release(job.request_id)
 
 
 class _Reader:

@@ -9,6 +9,7 @@ import base64
 import hashlib
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -85,6 +86,35 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | None
     stop_sequence: str | None
     usage: Usage
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as this API lists it."""
+
+    type: str = "model"
+    id: str
+    display_name: str
+    created_at: str
+
+    @classmethod
+    def of(cls, served: Served) -> ModelInfo:
+        """The served one."""
+        created = datetime.fromtimestamp(served.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return cls(id=served.model_name, display_name=served.model_name, created_at=created)
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The models there are: one."""
+
+    data: list[ModelInfo]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+
+    @classmethod
+    def of(cls, served: Served) -> ModelList:
+        """All of them."""
+        return cls(data=[ModelInfo.of(served)], first_id=served.model_name, last_id=served.model_name)
 
 
 class TokenCount(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ from tokenspeed.server.turn import reply_to
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version"})
-_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_PATH, _ANTHROPIC_VERSION = "/v1/messages", "anthropic-version"
 _CLIENT_GONE = 499
 _NO_DIALECT = "none"
 _log = logging.getLogger(__name__)
@@ -204,7 +204,9 @@ async def _completions(served: Served, request: Request) -> Response:
     return _json(answer, headers)
 
 
-async def _models(served: Served, _: Request) -> Response:
+async def _models(served: Served, request: Request) -> Response:
+    if _ANTHROPIC_VERSION in request.headers:
+        return _json(anthropic_answers.ModelList.of(served))
     return _json(ModelList(data=[_card(served)]))
 
 
@@ -212,7 +214,8 @@ async def _model(served: Served, request: Request) -> Response:
     name = request.path_params["model"]
     if name != served.model_name:
         raise _unknown_model(served, name)
-    return _json(_card(served))
+    is_theirs = _ANTHROPIC_VERSION in request.headers
+    return _json(anthropic_answers.ModelInfo.of(served) if is_theirs else _card(served))
 
 
 async def _tokenize(served: Served, request: Request) -> Response:

@@ -225,6 +225,8 @@ def test_its_own_client_runs_a_tool_and_reads_a_stream(talking: Any) -> None:
     with client.messages.stream(**body("#think")) as stream:  # type: ignore[arg-type]
         assert "".join(stream.text_stream) == "Done."
     assert stream.get_final_message().stop_reason == "end_turn"
+    assert [model.id for model in client.models.list()] == ["fake-model"]
+    assert client.models.retrieve("fake-model").display_name == "fake-model"
     assert client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "hi"}]).input_tokens > 0
     with pytest.raises(anthropic.BadRequestError, match="too long"):
         client.messages.create(**body("x" * 600))  # type: ignore[call-overload]

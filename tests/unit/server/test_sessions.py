@@ -13,7 +13,7 @@ from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.server.chat import Conversation, Message
 from tokenspeed.server.sessions import session_of
 
-TEMPLATE = "{{ bos_token }}{% if tools %}<tool_call>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
+TEMPLATE = "{{bos_token}}{%if tools%}<tool_call>{%endif%}{%for m in messages%}[{{m.role}}]{{m.content}}{%endfor%}>"
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 CHAT_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {}}}

@@ -33,7 +33,7 @@ class Marks:
             assert literal, self.literals
             assert sum(other.startswith(literal) for other in self.literals) == 1, self.literals
         self._pattern = re.compile("|".join(map(re.escape, self.literals)) or r"(?!)")
-        self._first = frozenset(literal[0] for literal in self.literals)
+        self._first = re.compile("|".join(sorted({re.escape(literal[0]) for literal in self.literals})) or r"(?!)")
         self._reach = max(map(len, self.literals), default=1) - 1
 
     def find(self, text: str, at: int) -> tuple[int, str]:
@@ -43,11 +43,10 @@ class Marks:
 
     def undecided(self, text: str, at: int) -> int:
         """Where the end of the text begins what may become a literal; len(text) if nowhere."""
-        for start in range(max(at, len(text) - self._reach), len(text)):
-            if text[start] in self._first:
-                tail = text[start:]
-                if any(literal.startswith(tail) for literal in self.literals):
-                    return start
+        for first in self._first.finditer(text, max(at, len(text) - self._reach)):
+            tail = text[first.start() :]
+            if any(literal.startswith(tail) for literal in self.literals):
+                return first.start()
         return len(text)
 
 

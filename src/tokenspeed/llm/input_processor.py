@@ -7,6 +7,8 @@ looks up scripted replies. Knows no wire dialect and sends nothing.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from tokenspeed.chat.control_text import mark_data
 from tokenspeed.chat.template import ChatTemplate
 from tokenspeed.checkpoints import ModelSource
 from tokenspeed.core.config import EngineConfig
@@ -78,7 +81,10 @@ class TextCodec(Protocol):
     def bos_id(self) -> int | None: ...
     @property
     def eos_id(self) -> int | None: ...
+    @property
+    def control_texts(self) -> Sequence[str]: ...
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]: ...
+    def encode_marked(self, text: str, mark: str) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
 
@@ -140,9 +146,7 @@ class InputProcessor:
                 self._require_room(text, "prompt")
                 ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             case ChatPrompt():
-                text = self.render(prompt)
-                self._require_room(text, "messages")
-                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                ids = self._encode_chat(prompt)
             case TokensPrompt(token_ids):
                 ids = self._known(token_ids)
         if not ids:
@@ -183,6 +187,18 @@ class InputProcessor:
         )
         sequences = tuple(_sequence(whole, index) for index in range(params.n))
         return ProcessedRequest(tuple(ids), params, sequences, frozenset(self._eos_ids))
+
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """Control text inside data stays text."""
+        marked = mark_data(prompt.messages, prompt.tools, self._tokenizer.control_texts)
+        if marked is None:
+            text = self.render(prompt)
+            self._require_room(text, "messages")
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        text = self.render(dataclasses.replace(prompt, messages=marked.messages, tools=marked.tools))
+        self._require_room(text, "messages")
+        escaped = json.dumps(marked.mark)[1:-1]  # a template may write JSON in ASCII
+        return self._tokenizer.encode_marked(text.replace(escaped, marked.mark), marked.mark)
 
     def _require_room(self, text: str, param: str) -> None:
         """Refuses text that is too long however it is cut: to encode megabytes would hold up every other request. Text

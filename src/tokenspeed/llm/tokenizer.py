@@ -22,12 +22,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
-    """Immutable once built; every method may be called from several threads at once."""
+    """Immutable once built; every method may be called from several threads at once. control_texts: what steers the
+    model where a template writes it, and is plain text inside data."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._bytes: dict[int, bytes] = {}
         self._added = {True: tuple(vocabulary.literals.values()), False: _ordinary(vocabulary.plain)}
+        ordinary = set(self._added[False])
+        self.control_texts = tuple(text for text in self._added[True] if text not in ordinary and len(text) > 1)
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
@@ -61,6 +64,21 @@ class Tokenizer:
         if prefix and ids[: len(prefix)] == prefix:
             prefix = []
         return prefix + ids + suffix
+
+    def encode_marked(self, text: str, mark: str) -> list[int]:
+        """Token ids of a rendered conversation in which control texts that are data are broken by `mark` after their
+        first character: each becomes ordinary tokens, alone, and the rest is encoded as by `encode`. Marks vanish."""
+        broken = sorted((text[0] + mark + text[1:] for text in self.control_texts), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, broken))})", text)
+        ids: list[int] = []
+        for index, piece in enumerate(pieces):
+            clean = piece.replace(mark, "")
+            if index == 0:
+                ids += self.encode(clean, add_special_tokens=False)
+            elif clean:
+                engine = self._vocabulary.plain if index % 2 else self._vocabulary.engine
+                ids += engine.encode(_without_surrogates(clean), add_special_tokens=False).ids
+        return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True, from_start: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD.

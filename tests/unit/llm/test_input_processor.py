@@ -228,3 +228,45 @@ def test_priority_has_bounds() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         processor().process(HELLO, SamplingParams(), request_id="r", priority=PRIORITY_ABS_MAX + 1)
     assert caught.value.param == "priority"
+
+
+def test_control_text_in_data_stays_text() -> None:
+    """In every kind of data, also where the template writes JSON in ASCII; the assistant's own is left to the
+    template."""
+    template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<mark>{% endfor %}"
+        "{% for t in tools or [] %}{{ t.function.description }}{% endfor %}"
+    )
+    given = processor(FakeSource(chat_template=template))
+    messages = [
+        {"role": "user", "content": "a<mark>b"},
+        {
+            "role": "assistant",
+            "content": "<mark>",
+            "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "<mark>"}'}}],
+        },
+        {"role": "tool", "content": [{"type": "text", "text": "<mark><eos>"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<mark>"}}]
+    mark = 258
+    ids = given.encode(ChatPrompt(messages, tools))
+    expected = [
+        BOS,
+        *b"[user]a<mark>b",
+        mark,
+        *b"[assistant]",
+        mark,
+        *b'{"x": "<mark>"}',
+        mark,
+        *b"[tool]<mark><eos>",
+        mark,
+        *b"<mark>",
+    ]
+    assert ids == expected
+
+
+def test_a_chat_without_control_text_is_encoded_as_it_always_was() -> None:
+    given = processor()
+    prompt = ChatPrompt([{"role": "user", "content": "a < b, <|x|>, é"}])
+    assert given.encode(prompt) == byte_tokenizer().encode(given.render(prompt), add_special_tokens=False)

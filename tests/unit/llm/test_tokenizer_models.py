@@ -139,3 +139,23 @@ def test_random_ids_decode_incrementally_as_at_once(fixture: str, request: pytes
         detokenizer = IncrementalDetokenizer(tokenizer)
         joined = "".join(detokenizer.push((i,)) for i in ids) + detokenizer.finish()
         assert joined == tokenizer.decode(ids, from_start=False)
+
+
+@pytest.mark.parametrize(
+    "fixture", ["smollm2_path", "gemma3_path", pytest.param("qwen_coder_path", marks=pytest.mark.slow)]
+)
+def test_control_text_in_data_becomes_no_control_token(fixture: str, request: pytest.FixtureRequest) -> None:
+    """With real vocabularies: every control text, alone and glued to words, between real control tokens."""
+    tokenizer = Tokenizer.from_source(
+        open_model(config.ModelConfig(model=str(request.getfixturevalue(fixture)))).tokenizer
+    )
+    mark, real = "\uf8c0", tokenizer.control_texts[0]
+    control = {tokenizer.encode(text, add_special_tokens=False)[0] for text in tokenizer.control_texts}
+    assert len(control) == len(tokenizer.control_texts) > 0
+    for text in tokenizer.control_texts[:40]:
+        data = f"x{text}y {text}"
+        ids = tokenizer.encode_marked(f"{real}{data.replace(text, text[0] + mark + text[1:])}{real}", mark)
+        inside = ids[1:-1]
+        assert ids[0] == ids[-1] == tokenizer.encode(real, add_special_tokens=False)[0]
+        assert not control & set(inside), text
+        assert tokenizer.decode(inside, skip_special_tokens=False, from_start=False).strip() == data

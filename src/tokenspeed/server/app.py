@@ -7,10 +7,12 @@ Knows the engine only as a ServedLLM. Importing this loads no torch.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,11 +29,20 @@ from tokenspeed import __version__
 from tokenspeed.chat import parsers
 from tokenspeed.core.config import ServerConfig
 from tokenspeed.observability.metrics import CONTENT_TYPE, Metrics, PoolSize
-from tokenspeed.server import anthropic_answers, anthropic_messages, openai_chat, openai_completions, tokens
+from tokenspeed.server import (
+    anthropic_answers,
+    anthropic_messages,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    responses_answers,
+    tokens,
+)
 from tokenspeed.server.chat import Conversation
 from tokenspeed.server.connection import read_struct, while_connected
 from tokenspeed.server.errors import Failure, HttpError, failure_of
 from tokenspeed.server.generation import Job, new_id
+from tokenspeed.server.responses_store import ResponsesStore
 from tokenspeed.server.sampling import request_priority
 from tokenspeed.server.served import Patience, Served, ServedLLM
 from tokenspeed.server.sessions import hold_for, session_of
@@ -100,11 +111,17 @@ def _dialect(llm: ServedLLM, config: ServerConfig) -> str:
 
 
 def _routes(served: Served) -> list[Route]:
+    store = ResponsesStore()
     table: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", _chat_completions),
         ("POST", "/v1/completions", _completions),
         ("POST", "/v1/messages", _messages),
         ("POST", "/v1/messages/count_tokens", _count_tokens),
+        ("POST", "/v1/responses", partial(_responses, store)),
+        ("POST", "/v1/responses/input_tokens", partial(_input_tokens, store)),
+        ("GET", "/v1/responses/{id}", partial(_stored_response, store)),
+        ("DELETE", "/v1/responses/{id}", partial(_delete_response, store)),
+        ("POST", "/v1/responses/{id}/cancel", partial(_cancel_response, store)),
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{model:path}", _model),
         ("POST", "/tokenize", _tokenize),
@@ -178,6 +195,41 @@ async def _count_tokens(served: Served, request: Request) -> Response:
     prompt = anthropic_messages.read_conversation(body, served.llm).prompt()
     ids = await asyncio.to_thread(served.llm.input_processor.encode, prompt)
     return _json(anthropic_answers.TokenCount(len(ids)))
+
+
+async def _responses(store: ResponsesStore, served: Served, request: Request) -> Response:
+    body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
+    headers = _model_headers(served, body.model)
+    asked = openai_responses.read(body, served.llm, store)
+    session = session_of(request.headers, (body.session_id, body.prompt_cache_key), asked.conversation)
+    job = _chat_job("resp", served, asked.conversation, session)
+    job = dataclasses.replace(job, request_id=job.request_id.replace("-", "_", 1))  # as the ids of this API look
+    reply = reply_to(served, asked.conversation)
+    headers["x-request-id"] = job.request_id
+    answering = responses_answers.Answering(served, job, asked, store)
+    if body.stream:
+        return EventStream(answering.frames(reply), served.patience.ping_s, headers, answering.error_frame)
+    return _json(await while_connected(request.receive, answering.whole(reply)), headers)
+
+
+async def _input_tokens(store: ResponsesStore, served: Served, request: Request) -> Response:
+    body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
+    prompt = openai_responses.read(body, served.llm, store).conversation.prompt()
+    ids = await asyncio.to_thread(served.llm.input_processor.encode, prompt)
+    return _json(responses_answers.TokenCount(len(ids)))
+
+
+async def _stored_response(store: ResponsesStore, _: Served, request: Request) -> Response:
+    return Response(store.body(request.path_params["id"]), media_type="application/json")
+
+
+async def _delete_response(store: ResponsesStore, _: Served, request: Request) -> Response:
+    store.delete(request.path_params["id"])
+    return _json(responses_answers.Deleted(request.path_params["id"]))
+
+
+async def _cancel_response(store: ResponsesStore, _: Served, request: Request) -> Response:
+    return Response(store.cancel(request.path_params["id"]), media_type="application/json")
 
 
 def _chat_job(

@@ -41,8 +41,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is asked, whichever dialect it came in. tools: as sent, key order kept. may_call: whether a call in the
-    reply is one, or text."""
+    """What is asked, whichever dialect it came in. tools: as sent, key order kept. told_later: names of those that a
+    message tells of, so that the head of the prompt does not. may_call: whether a call in the reply is one, or text."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, object], ...]
@@ -52,15 +52,20 @@ class Conversation:
     priority: int = 0
     may_call: bool = True
     parallel_tool_calls: bool = True
+    told_later: frozenset[str] = frozenset()
 
     def prompt(self) -> ChatPrompt:
         """The conversation as the template sees it."""
         return ChatPrompt(
             messages=template_messages(self.messages),
-            tools=[dict(tool) for tool in self.tools] or None,
+            tools=[dict(tool) for tool in self.tools if not self._is_told_later(tool)] or None,
             add_generation_prompt=self.add_generation_prompt,
             template_kwargs=dict(self.template_kwargs),
         )
+
+    def _is_told_later(self, tool: Mapping[str, object]) -> bool:
+        function = tool.get("function")
+        return isinstance(function, Mapping) and function.get("name") in self.told_later
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:

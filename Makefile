@@ -9,7 +9,7 @@ JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full check format sim mutants bench bench-control docs docs-control clean
+.PHONY: help setup demo serve test test-full gpu test-clients check format sim mutants bench bench-control docs docs-control clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,7 +35,16 @@ test: $(VENV)/.test ## the tests, real models included
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(VENV)/.test ## the tests, slow ones and the 1.5B model included
-	@$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	@$(BIN)/python -m pytest -m "(slow or not slow) and not clients and not gpu" $(ARGS)
+
+build/clients/.installed: $(wildcard tests/clients/pins/*)
+	@PYTHON="$(PYTHON)" .ci/setup clients
+
+test-clients: $(VENV)/.test build/clients/.installed ## real agents and SDKs against the server, loopback only
+	@.ci/loopback $(BIN)/python -m pytest tests/clients -m clients $(ARGS)
+
+gpu: $(VENV)/.test ## the tests that need two CUDA devices
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
 check: $(VENV)/.check ## format, lint, types, layering
 	@.ci/check

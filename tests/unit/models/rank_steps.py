@@ -103,23 +103,28 @@ def run_steps(session: Session, mesh: Mesh, rank: int) -> list[torch.Tensor]:
 
 def join(rank: int, mesh: Mesh, address: str, solution: str, store: Any = None) -> Recorder:
     """The communicator of a rank."""
-    call = bind("collective", KernelContext("cpu", torch.float32, {"collective": solution})).call
-    return Recorder(call(Rendezvous(rank, mesh.world, address, "cpu", TIMEOUT_S, store)))
+    device = torch.get_default_device()
+    call = bind("collective", KernelContext(device.type, torch.float32, {"collective": solution})).call
+    return Recorder(call(Rendezvous(rank, mesh.world, address, str(device), TIMEOUT_S, store)))
 
 
 def run_rank(
     config: Mapping[str, object], tensors: Mapping[str, torch.Tensor], mesh: Mesh, cost: CostModel, recorder: Recorder
 ) -> list[torch.Tensor]:
     """The logits of every step on one rank."""
-    ctx = BuildContext("cpu", torch.float32, mesh=mesh, rank=recorder.rank)
+    ctx = BuildContext(torch.get_default_device().type, torch.float32, mesh=mesh, rank=recorder.rank)
     model = build(config, tensors, ctx)
     return run_steps(Session(model, 4, MAX_LEN, Forward(model, ctx, recorder, cost)), mesh, recorder.rank)
 
 
-def process_main(rank: int, cases: Sequence[tuple[str, str, str]], folder: Path, addresses: Any) -> None:
-    """Run (family, mesh, price) after (family, mesh, price) over gloo, and leave logits and calls in files. addresses:
-    a queue for each rank from which it learns where rank 0 waits."""
+def process_main(
+    rank: int, cases: Sequence[tuple[str, str, str]], folder: Path, addresses: Any, solution: str = "gloo"
+) -> None:
+    """Run (family, mesh, price) after (family, mesh, price), and leave logits and calls in files. addresses: a queue
+    for each rank from which it learns where rank 0 waits."""
     torch.set_num_threads(1)
+    if solution == "nccl":
+        torch.set_default_device(f"cuda:{rank}")
     for family, sizes, price in cases:
         mesh = Mesh.of(MESHES[sizes])
         if rank >= mesh.world:
@@ -131,8 +136,8 @@ def process_main(rank: int, cases: Sequence[tuple[str, str, str]], folder: Path,
                 addresses[other].put(address)
         else:
             address = addresses[rank].get(timeout=TIMEOUT_S)
-        recorder = join(rank, mesh, address, "gloo", store)
-        config, tensors = torch.load(folder / f"{family}.pt")
-        logits = run_rank(config, tensors, mesh, PRICES[price], recorder)
+        recorder = join(rank, mesh, address, solution, store)
+        config, tensors = torch.load(folder / f"{family}.pt", map_location="cpu")
+        logits = [each.cpu() for each in run_rank(config, tensors, mesh, PRICES[price], recorder)]
         torch.save((logits, recorder.calls), folder / f"{family}-{sizes}-{price}-{rank}.pt")
         recorder.close()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds what execution would build for a model, in the slowest obvious way: batches over random page tables of a
-poisoned cache. Needs no oracle, so that processes of ranks start fast."""
+poisoned cache, on torch's default device. Needs no oracle, so that processes of ranks start fast."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Session:
 
     def __init__(self, model: CausalLM, num_sequences: int, max_len: int, forward: Forward | None = None) -> None:
         blocks_each = -(-max_len // BLOCK_SIZE)
-        generator = torch.Generator().manual_seed(3)
+        generator = torch.Generator("cpu").manual_seed(3)
         num_pages = num_sequences * blocks_each
         self.windows = sorted({spec.window or 0 for spec in model.kv_specs})
         self.tables = [
-            (torch.randperm(num_pages, generator=generator) + 1).view(num_sequences, blocks_each).int()
+            (torch.randperm(num_pages, generator=generator, device="cpu") + 1).view(num_sequences, blocks_each).int()
             for _ in self.windows
         ]
         self.lens = [0] * num_sequences
@@ -94,7 +94,7 @@ class Session:
                         [_slot(table[owner], at) for owner, at in zip(owners, positions, strict=True)],
                         dtype=torch.int64,
                     ),
-                    table[rows],
+                    table[rows].to(torch.get_default_device()),
                 )
                 for table in self.tables
             ),

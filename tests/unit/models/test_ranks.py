@@ -67,12 +67,25 @@ def test_many_ranks_compute_what_one_does(family: str, sizes: str, price: str) -
 
 def test_real_processes_compute_what_one_does(tmp_path: Path) -> None:
     """Over gloo, once for all cases: starting processes takes seconds."""
-    models = {family: tiny(family) for family, _, _ in PROCESS_CASES}
+    run_processes(PROCESS_CASES, 4, tmp_path, "gloo")
+
+
+@pytest.mark.gpu
+def test_two_gpus_compute_what_one_cpu_rank_does(tmp_path: Path) -> None:
+    """Over NCCL, with both price models."""
+    cases = [case for case in PROCESS_CASES if Mesh.of(MESHES[case[1]]).world == 2]
+    run_processes([(family, sizes, price) for family, sizes, _ in cases for price in PRICES], 2, tmp_path, "nccl")
+
+
+def run_processes(cases: Sequence[tuple[str, str, str]], number: int, folder: Path, solution: str) -> None:
+    """All cases on so many processes, each held to one rank."""
+    models = {family: tiny(family) for family, _, _ in cases}
     for family, model in models.items():
-        torch.save(model, tmp_path / f"{family}.pt")
+        torch.save(model, folder / f"{family}.pt")
     spawn = multiprocessing.get_context("spawn")
-    addresses = [spawn.Queue() for _ in range(4)]
-    processes = [spawn.Process(target=process_main, args=(i, PROCESS_CASES, tmp_path, addresses)) for i in range(4)]
+    addresses = [spawn.Queue() for _ in range(number)]
+    arguments = [(rank, cases, folder, addresses, solution) for rank in range(number)]
+    processes = [spawn.Process(target=process_main, args=each) for each in arguments]
     try:
         for process in processes:
             process.start()
@@ -81,10 +94,10 @@ def test_real_processes_compute_what_one_does(tmp_path: Path) -> None:
     finally:
         for process in processes:
             process.kill()
-    assert [process.exitcode for process in processes] == [0] * 4
-    for family, sizes, price in PROCESS_CASES:
+    assert [process.exitcode for process in processes] == [0] * number
+    for family, sizes, price in cases:
         mesh = Mesh.of(MESHES[sizes])
-        ranks = [torch.load(tmp_path / f"{family}-{sizes}-{price}-{rank}.pt") for rank in range(mesh.world)]
+        ranks = [torch.load(folder / f"{family}-{sizes}-{price}-{rank}.pt") for rank in range(mesh.world)]
         assert_equal_to_one_rank(*models[family], mesh, ranks)
 
 

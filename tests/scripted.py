@@ -11,11 +11,36 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
 
+CALLING_TEMPLATE = (
+    "{% if tools %}<|system|>Tools:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<eos>\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    '<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>"
+    "{% endfor %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Renders a replayed reply as it was generated, so that a session's prefix stays what it was."""
+
+
+def spoken_call(name: str, *, thought: str = "", text: str = "", **arguments: object) -> str:
+    """A reply that calls a tool, in the words of CALLING_TEMPLATE."""
+    thinking = f"<think>{thought}</think>" if thought else ""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"{thinking}{text}<tool_call>{call}</tool_call>"
+
 
 def write_scripted_model(
-    folder: Path, replies: Sequence[tuple[str, str]], *, context_length: int = 8192, step_s: float = 0.0
+    folder: Path,
+    replies: Sequence[tuple[str, str]],
+    *,
+    context_length: int = 8192,
+    step_s: float = 0.0,
+    template: str = TEMPLATE,
 ) -> Path:
-    """Writes the folder and returns it. replies: (match, text) pairs."""
+    """Writes the folder and returns it. replies: (match, text) pairs; the first whose match is in the prompt counts."""
     tokens = folder / "tokenizer"
     tokens.mkdir(parents=True)
     alphabet = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -24,7 +49,7 @@ def write_scripted_model(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<bos>", special=True)])
     tokenizer.save(str(tokens / "tokenizer.json"))
-    names = {"eos_token": "<eos>", "bos_token": "<bos>", "chat_template": TEMPLATE}
+    names = {"eos_token": "<eos>", "bos_token": "<bos>", "chat_template": template}
     (tokens / "tokenizer_config.json").write_text(json.dumps(names))
     script = {
         "tokenizer": "tokenizer",

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claude Code does the task through /v1/messages, with its small prompt and its full one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clients import agents
+from clients.conftest import CONTEXT_LENGTH, MODEL, StartPlace, program
+from scripted import spoken_call
+
+pytestmark = pytest.mark.clients
+
+QUIET = {
+    "DISABLE_TELEMETRY": "1",
+    "DISABLE_ERROR_REPORTING": "1",
+    "DISABLE_AUTOUPDATER": "1",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+}
+
+
+@pytest.mark.parametrize("flags", [("--bare",), ()], ids=["bare", "full"])
+def test_claude_code(place: StartPlace, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    note = str(tmp_path / "work" / "note.txt")
+    read = spoken_call("Read", thought=agents.THOUGHT, text="Let me look.", file_path=note)
+    here = place(agents.replies(read, spoken_call("Bash", command=agents.WRITE), f"<think>Yes.</think>{agents.DONE}"))
+    agents.lay_out(here.work)
+    printed = here.run(
+        program("claude", "node_modules", "@anthropic-ai", "claude-code-linux-x64", "claude"),
+        "-p", agents.TASK, "--model", MODEL, "--permission-mode", "dontAsk", "--allowedTools", "Read Bash",
+        "--output-format", "json", *flags,
+        ANTHROPIC_BASE_URL=here.url, ANTHROPIC_API_KEY="any", CLAUDE_CODE_MAX_CONTEXT_TOKENS=str(CONTEXT_LENGTH),
+        **QUIET,
+    )  # fmt: skip
+    answer = json.loads(printed)
+    assert answer["result"] == agents.DONE
+    assert not answer["is_error"]
+    agents.check_done(here, "/v1/messages?beta=true")
+    thinking = [block for block in _replayed_blocks(here.exchanges()[-1].json()) if block["type"] == "thinking"]
+    assert [block["thinking"] for block in thinking] == [agents.THOUGHT], "the reasoning came back"
+
+
+def _replayed_blocks(body: dict[str, list[dict[str, list[dict[str, str]]]]]) -> list[dict[str, str]]:
+    """The blocks of all replies in the history."""
+    return [block for message in body["messages"] if message["role"] == "assistant" for block in message["content"]]

@@ -251,27 +251,27 @@ def attempt(scanner: Scanner, out: Output, mark: str, reader: Reader) -> Reading
 
 
 def _reasoning(scanner: Scanner, out: Output, dialect: Dialect) -> Reading[str]:
-    """Read reasoning if the message begins with it. Returns the mark of a call that ended it, or ""."""
+    """Read reasoning if the message begins with it. Returns the mark of a call that ended it, or "".
+
+    Marks written twice count once, and so does a block that is closed and was never opened.
+    """
     opener, closer = dialect.think
+    ends = Marks((closer, *(dialect.ends_reasoning if out.context.tools else ())))
     spaces: list[str] = []
     yield from scanner.space(spaces.append)
-    opened = yield from scanner.accept(opener)
-    if not opened and not out.context.starts_in_reasoning:
+    mark = yield from scanner.accept(opener, closer)
+    if not mark and not out.context.starts_in_reasoning:
         out.content("".join(spaces))
         return ""
-    ends = Marks((closer, *(dialect.ends_reasoning if out.context.tools else ())))
-    while True:
-        mark = yield from scanner.until(ends, out.reasoning)
-        if mark != closer:
-            out.end_reasoning()
-            return mark
-        again = closer
-        while again == closer:
+    mark = mark or opener
+    while mark in (opener, closer):
+        if mark == opener:
+            mark = yield from scanner.until(ends, out.reasoning)
+        if mark == closer:
             yield from scanner.space()
-            again = yield from scanner.accept(opener, closer)
-        if not again:
-            out.end_reasoning()
-            return ""
+            mark = yield from scanner.accept(opener, closer)
+    out.end_reasoning()
+    return mark
 
 
 class _Deltas:

@@ -12,7 +12,7 @@ from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGS = Tags("<arg_key>", "</arg_key>", "</arg_value>", ("<arg_key>", CLOSE), value_open="<arg_value>")
-SIGNS = ((OPEN, "<arg_key>"),)
+SIGNS = ((OPEN, "<arg_key>", "<arg_value>"),)
 
 
 def build(context: Context) -> Parser:

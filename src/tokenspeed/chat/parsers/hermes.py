@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen 2.5 and 3, SmolLM3 and many more.
 
-Small models of this dialect also write the bare object as their whole answer, or put it in <tools>.
+Small models of this dialect also write the bare object as their whole answer, or put it in <tools>; some others put a
+list of all calls in <tool_calls>.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ SIGNS = ((OPEN,),)
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    starts = {OPEN: _calls, "<tools>": whole_call(context, "</tools>"), **fences(context)}
+    also = {f"<{tag}>": whole_call(context, f"</{tag}>") for tag in ("tools", "tool_calls")}
+    starts = {OPEN: _calls, **also, **fences(context)}
     return conversation(context, Dialect(starts, first=whole_call(context)))
 
 

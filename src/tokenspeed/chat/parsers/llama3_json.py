@@ -12,7 +12,7 @@ from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN = "<|python_tag|>"
-SIGNS = ((OPEN,), ('"parameters": dictionary of argument name',))
+SIGNS = (('"parameters": dictionary of argument name',), (OPEN, '"parameters": '))
 
 
 def build(context: Context) -> Parser:

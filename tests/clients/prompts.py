@@ -20,7 +20,11 @@ from tokenspeed.core.config import EngineConfig, ModelConfig
 from tokenspeed.core.request import unpack_ids
 from tokenspeed.llm.input_processor import InputProcessor
 from tokenspeed.llm.tokenizer import Tokenizer
-from tokenspeed.server import anthropic_messages, openai_chat
+from tokenspeed.server import anthropic_messages, openai_chat, openai_responses
+from tokenspeed.server.chat import Conversation
+from tokenspeed.server.responses_store import ResponsesStore
+
+CHAT, MESSAGES, RESPONSES = PATHS = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 BLOCK_SIZE = 16
 """Tokens; the server's default."""
@@ -68,16 +72,21 @@ class Prompts:
         return steps
 
     def _ids(self, exchange: Exchange) -> tuple[list[int], list[int]]:
-        is_messages = exchange.path.startswith("/v1/messages")
-        if is_messages:
-            messages_body = msgspec.json.decode(exchange.body, type=anthropic_messages.MessagesBody)
-            conversation = anthropic_messages.read_conversation(messages_body, self._llm)
-        else:
-            chat_body = msgspec.json.decode(exchange.body, type=openai_chat.ChatBody)
-            conversation = openai_chat.read_conversation(chat_body, self._llm)
+        conversation = self._conversation(exchange)
         done = self._processor.process(conversation.prompt(), conversation.params, request_id="step")
         forced = done.sequences[0].forced_token_ids
         return list(done.prompt_token_ids), [] if forced is None else unpack_ids(forced)
+
+    def _conversation(self, exchange: Exchange) -> Conversation:
+        path = exchange.path.split("?")[0]
+        if path == MESSAGES:
+            messages_body = msgspec.json.decode(exchange.body, type=anthropic_messages.MessagesBody)
+            return anthropic_messages.read_conversation(messages_body, self._llm)
+        if path == RESPONSES:
+            responses_body = msgspec.json.decode(exchange.body, type=openai_responses.ResponsesBody)
+            return openai_responses.read(responses_body, self._llm, ResponsesStore()).conversation
+        chat_body = msgspec.json.decode(exchange.body, type=openai_chat.ChatBody)
+        return openai_chat.read_conversation(chat_body, self._llm)
 
 
 def _shared_len(one: Sequence[int], other: Sequence[int]) -> int:
@@ -87,14 +96,22 @@ def _shared_len(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _usage(exchange: Exchange) -> tuple[int, int] | None:
     """(cached tokens, prompt tokens) that the answer tells, if it does."""
-    path = exchange.path.split("?")[0]
-    if exchange.method != "POST" or path not in ("/v1/messages", "/v1/chat/completions"):
+    if exchange.method != "POST" or exchange.status != 200 or exchange.path.split("?")[0] not in PATHS:
         return None
-    told = [event.get("usage") or (event.get("message") or {}).get("usage") for event in exchange.events()]
+    told = [_usage_of(event) for event in exchange.events()]
     usage = next((each for each in reversed(told) if each), None)
     if usage is None:
         return None
     if "cache_read_input_tokens" in usage:
         cached = usage["cache_read_input_tokens"]
         return cached, usage["input_tokens"] + cached + usage["cache_creation_input_tokens"]
+    if "input_tokens" in usage:
+        return usage["input_tokens_details"]["cached_tokens"], usage["input_tokens"]
     return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+
+def _usage_of(event: dict[str, Any]) -> dict[str, Any] | None:
+    """Of an answer, a chunk or an event that has a message or a response in it."""
+    inner = event.get("message") or event.get("response") or {}
+    found: dict[str, Any] | None = event.get("usage") or inner.get("usage")
+    return found

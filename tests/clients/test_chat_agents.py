@@ -10,11 +10,10 @@ import pytest
 
 from clients import agents
 from clients.conftest import CONTEXT_LENGTH, MODEL, StartPlace, program
+from clients.prompts import CHAT
 from scripted import spoken_call
 
 pytestmark = pytest.mark.clients
-
-CHAT = "/v1/chat/completions"
 
 
 def test_mini_swe_agent(place: StartPlace) -> None:

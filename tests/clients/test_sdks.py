@@ -9,12 +9,12 @@ import pytest
 
 from clients import agents
 from clients.conftest import MODEL, Place, StartPlace, program
+from clients.prompts import CHAT, MESSAGES
 from scripted import spoken_call
 
 pytestmark = pytest.mark.clients
 
 PROGRAMS = Path(__file__).parent / "programs"
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
 def run(place: StartPlace, name: str, thought: str = agents.THOUGHT) -> Place:

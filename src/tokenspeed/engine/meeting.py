@@ -30,7 +30,7 @@ JOIN_TIMEOUT_S = 600.0
 """How long a rank waits for others in the communicator: loading may take one much longer than another. Whether ranks
 live, and how long a step may take, is watched apart from it."""
 _HELLO_BYTES_MAX = 1024
-_HELLO_TIMEOUT_S = 5.0
+_HELLO_TIMEOUT_S = 1.0
 _ACCEPT_EVERY_S = 0.1
 _HEADER = struct.Struct("<I")
 
@@ -117,11 +117,11 @@ class ControlSocket:
         self._listener.close()
 
     def _rank_of(self, sock: socket.socket) -> int | None:
-        """The rank at the other end; None for whoever does not present the token."""
-        sock.settimeout(_HELLO_TIMEOUT_S)
+        """The rank at the other end; None for whoever does not present the token at once."""
+        deadline = time.monotonic() + _HELLO_TIMEOUT_S
         try:
-            (length,) = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
-            hello = decode_from_rank(_read_exactly(sock, length)) if length <= _HELLO_BYTES_MAX else None
+            (length,) = _HEADER.unpack(_read_exactly(sock, _HEADER.size, deadline))
+            hello = decode_from_rank(_read_exactly(sock, length, deadline)) if length <= _HELLO_BYTES_MAX else None
         except (OSError, msgspec.DecodeError):
             return None
         if isinstance(hello, Hello) and secrets.compare_digest(hello.token.encode(), self._token.encode()):
@@ -143,9 +143,11 @@ def _stream(sock: socket.socket, decode: Callable[[bytes], M]) -> Stream[M]:
     return Stream(sock, decode)
 
 
-def _read_exactly(sock: socket.socket, length: int) -> bytes:
+def _read_exactly(sock: socket.socket, length: int, deadline: float) -> bytes:
+    """So many bytes. OSError when they have not come by the deadline, however slowly they drip."""
     data = b""
     while len(data) < length:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
         piece = sock.recv(length - len(data))
         if not piece:
             raise OSError("end of stream")

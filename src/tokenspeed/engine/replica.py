@@ -35,6 +35,7 @@ T = TypeVar("T")
 FOLLOWER_COMMAND = (sys.executable, "-P", "-m", "tokenspeed.engine.follower")
 _CAUSE_WAIT_S = 2.0
 _END_GRACE_S = 2.0
+_LAST_WORDS_S = 1.0
 
 
 class ReplicaLostError(Exception):
@@ -131,7 +132,7 @@ class Replica:
         its say, and further ones wait for the end."""
         with self._ending:
             if not self._has_ended:
-                say(loss.message)
+                _say_if_heard(loss.message)
                 self._kill()
                 self._await_ends()
                 self._leave(1)
@@ -230,3 +231,15 @@ def _checked(launched: LaunchedRank | None, config: EngineConfig) -> LaunchedRan
             f"{parallel.dp_attention} are {parallel.num_ranks}; make both the same"
         )
     return launched
+
+
+def _say_if_heard(text: str) -> None:
+    """Say it, but for no longer than a moment: a log that nobody reads, or that has gone, must not keep ranks alive."""
+
+    def speak() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            say(text)
+
+    speaking = threading.Thread(target=speak, name="tokenspeed-last-words", daemon=True)
+    speaking.start()
+    speaking.join(_LAST_WORDS_S)

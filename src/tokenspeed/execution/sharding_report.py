@@ -18,16 +18,19 @@ from tokenspeed.layers.build import ONE_RANK, BuildContext
 from tokenspeed.models import CausalLM, resolve
 from tokenspeed.spmd.mesh import Group, GroupSizes, Mesh
 
+_QUANTISED = "quantization_config"
 _DEVICE = torch.device("meta")
 """Tensors there have a shape and no storage."""
 
 
 def sharding_report(name: str, config: Mapping[str, object], dtype: DType, parallel: ParallelConfig) -> str:
-    """The report, for people. name: of the model, for the first line. dtype: auto is what a GPU would take. ConfigError
+    """The report, for people. name: of the model, for the first line. dtype: auto is what a GPU would take; weights
+    that the checkpoint has quantised are counted in it, whether or not such a checkpoint can be served. ConfigError
     for sizes that do not nest or do not divide the model, UnsupportedModelError and CheckpointError as in building."""
     mesh = Mesh.of(
         GroupSizes.of(parallel.tp, attention_dp=parallel.dp_attention, ep=parallel.ep, moe_tp=parallel.moe_tp)
     )
+    config = {name: value for name, value in config.items() if name != _QUANTISED}  # sizes are those of the dtype
     family, resolved = resolve(config), resolve_dtype(dtype, _DEVICE, config)
     ctx = BuildContext(str(_DEVICE), resolved, mesh=mesh)
     model = family.build(config, ctx)

@@ -40,6 +40,8 @@ ProgressFn = Callable[[str, int, int, str], None]
 
 _READ_BYTES = 1 << 20
 _END_WAIT_S = 2.0
+_SILENCE_MARGIN_S = 10.0
+_SILENCE_CHECK_S = 1.0
 _ABANDON_GRACE_S = 0.2
 
 _log = logging.getLogger("tokenspeed.llm")
@@ -71,6 +73,7 @@ class EngineClient:
         self._death: EngineDeadError | None = None
         self._reading: asyncio.Task[None] | None = None
         self._progress_at = time.monotonic()
+        self._watching: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -90,6 +93,9 @@ class EngineClient:
             raise
         client._progress_at = time.monotonic()
         client._reading = asyncio.create_task(client._read_updates(), name="tokenspeed-engine-updates")
+        if config.parallel.num_ranks > 1:
+            silence_s = config.parallel.rank_timeout_s + _SILENCE_MARGIN_S
+            client._watching = asyncio.create_task(client._end_silence(silence_s), name="tokenspeed-engine-silence")
         return client
 
     @property
@@ -150,8 +156,9 @@ class EngineClient:
         if self.is_alive:
             self._send(Shutdown())
         self._die(EngineDeadError("the engine has been shut down"))
-        if self._reading is not None:
-            self._reading.cancel()
+        for task in (self._reading, self._watching):
+            if task is not None:
+                task.cancel()
         await self._wait_for_end()
         self._writer.transport.abort()
         self._engine.stop()
@@ -204,6 +211,14 @@ class EngineClient:
                 self._dispatch(message)
         await self._wait_for_end()
         self._die(EngineDeadError(f"the engine ended {self._engine.describe_end()}; restart the server"))
+
+    async def _end_silence(self, silence_s: float) -> None:
+        """Ends an engine that says nothing for so long: rank 0 watches the other ranks, and nobody else watches it."""
+        while self.is_alive:
+            await asyncio.sleep(_SILENCE_CHECK_S)
+            if time.monotonic() - self._progress_at > silence_s:
+                self._die(EngineDeadError(f"the engine has said nothing for {silence_s:.0f} s; restart the server"))
+                await asyncio.to_thread(self._engine.stop, 0.0)
 
     def _dispatch(self, message: Updates) -> None:
         self._progress_at = time.monotonic()

@@ -30,6 +30,7 @@ from tokenspeed.spmd.graph import Graph, Value
 __all__ = ["WeightMap", "WeightSlot"]
 
 Config = Mapping[str, object]
+_INTEGER_MAX, _NUMBER_MAX = (1 << 31) - 1, 1e300
 
 _RENAMED = {"kimi_k2": "deepseek_v3"}
 """Types that are another one in all but name, and whose files need not name an architecture."""
@@ -142,8 +143,8 @@ class ConfigFields:
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise CheckpointError(f"config.json: {name} is {value!r}, not a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _INTEGER_MAX:
+            raise CheckpointError(f"config.json: {name} is {value!r}, not a positive integer below 2 ** 31")
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -155,9 +156,16 @@ class ConfigFields:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _NUMBER_MAX:
             raise CheckpointError(f"config.json: {name} is {value!r}, not a number")
         return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise CheckpointError(f"config.json: {name} is {value:g}; it must be above 0")
+        return value
 
     def optional_number(self, name: str) -> float | None:
         return None if self._config.get(name) is None else self.number(name)
@@ -226,7 +234,7 @@ def decoder_spec(fields: ConfigFields, max_model_len: int, eps: float = 1e-6) ->
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         max_model_len=max_model_len,
-        norm=NormSpec(fields.number("rms_norm_eps", eps)),
+        norm=NormSpec(fields.positive("rms_norm_eps", eps)),
         tied=fields.flag("tie_word_embeddings", False),
     )
 
@@ -234,8 +242,18 @@ def decoder_spec(fields: ConfigFields, max_model_len: int, eps: float = 1e-6) ->
 def attention_spec(fields: ConfigFields, head_dim: int, window: int | None = None) -> AttentionSpec:
     """Grouped-query attention with scores scaled by head_dim ** -0.5."""
     num_heads = fields.integer("num_attention_heads")
-    kv = KvSpec(fields.integer("num_key_value_heads", num_heads), head_dim, window)
-    return AttentionSpec(num_heads, kv, scale=head_dim**-0.5)
+    num_kv_heads = kv_heads_of(fields, num_heads)
+    return AttentionSpec(num_heads, KvSpec(num_kv_heads, head_dim, window), scale=head_dim**-0.5)
+
+
+def kv_heads_of(fields: ConfigFields, num_heads: int, default: int | None = None) -> int:
+    """num_key_value_heads, or as many as heads. CheckpointError when heads do not share them evenly."""
+    num_kv_heads = fields.integer("num_key_value_heads", default or num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: {num_heads} attention heads cannot share num_key_value_heads {num_kv_heads} evenly"
+        )
+    return num_kv_heads
 
 
 def moe_spec(router: RouterSpec, ff_size: int, shared: SharedSpec | None = None) -> MoeSpec:
@@ -317,18 +335,25 @@ def rotary_spec(fields: ConfigFields, head_dim: int, parameters: Config | None =
     if parameters is None:
         parameters = fields.section("rope_parameters") or fields.section("rope_scaling")
     rope = ConfigFields(parameters)
-    base = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    base = rope.positive("rope_theta", fields.number("rope_theta", 10_000.0))
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * partial)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise CheckpointError(
+            f"config.json: {rotary_dim} of the {head_dim} dimensions of a head would turn with their position; it must "
+            "be an even number of them (partial_rotary_factor, head_dim)"
+        )
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return RotarySpec(base, rotary_dim)
     if kind == "linear":
-        return RotarySpec(base, rotary_dim, LinearScaling(rope.number("factor")))
+        return RotarySpec(base, rotary_dim, LinearScaling(rope.positive("factor")))
     if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+        if low == high:
+            raise CheckpointError(f"config.json: low_freq_factor and high_freq_factor are both {low:g}")
         return RotarySpec(
-            base, rotary_dim, WavelengthScaling(rope.number("factor"), low, high, _original_len(fields, rope))
+            base, rotary_dim, WavelengthScaling(rope.positive("factor"), low, high, _original_len(fields, rope))
         )
     if kind == "yarn":
         return RotarySpec(base, rotary_dim, _yarn(fields, rope))
@@ -350,7 +375,9 @@ def _original_len(fields: ConfigFields, rope: ConfigFields) -> int:
 
 def _yarn(fields: ConfigFields, rope: ConfigFields) -> YarnScaling:
     original_len = _original_len(fields, rope)
-    factor = rope.optional_number("factor") or fields.integer("max_position_embeddings") / original_len
+    factor = fields.integer("max_position_embeddings") / original_len
+    if rope.optional_number("factor") is not None:
+        factor = rope.positive("factor")
     attention_factor = rope.optional_number("attention_factor")
     if attention_factor is None:
         mscale, mscale_all = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")

@@ -65,7 +65,7 @@ def _moe_spec(fields: ConfigFields) -> MoeSpec:
         num_experts,
         fields.integer("num_experts_per_tok"),
         Scoring.SOFTMAX,
-        scale=fields.number("routed_scaling_factor", 1.0),
+        scale=fields.positive("routed_scaling_factor", 1.0),
         groups=groups,
     )
     shared = SharedSpec(ff_size * num_shared) if num_shared else None

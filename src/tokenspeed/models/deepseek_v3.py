@@ -66,7 +66,7 @@ def _moe_spec(fields: ConfigFields) -> MoeSpec:
         fields.integer("num_experts_per_tok", 8),
         Scoring.SIGMOID,
         renormalise=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 2.5),
+        scale=fields.positive("routed_scaling_factor", 2.5),
         groups=GroupLimit(num_groups, fields.integer("topk_group", 4), num_best=2) if num_groups > 1 else None,
         correction=True,
     )

@@ -29,6 +29,7 @@ from tokenspeed.models import (
     CausalLM,
     Config,
     ConfigFields,
+    kv_heads_of,
     layer_windows,
     rotary_spec,
 )
@@ -74,7 +75,7 @@ def _decoder_spec(fields: ConfigFields) -> DecoderSpec:
         vocab_size=fields.integer("vocab_size", 262_208),
         hidden_size=hidden_size,
         max_model_len=fields.integer("max_position_embeddings", 131_072),
-        norm=NormSpec(fields.number("rms_norm_eps", 1e-6), weight_offset=1.0),
+        norm=NormSpec(fields.positive("rms_norm_eps", 1e-6), weight_offset=1.0),
         tied=fields.flag("tie_word_embeddings", True),
         embed_scale=hidden_size**0.5,
         logit_soft_cap=fields.optional_number("final_logit_softcapping"),
@@ -86,7 +87,8 @@ def _kv_specs(fields: ConfigFields) -> tuple[KvSpec, ...]:
     num_layers = fields.integer("num_hidden_layers")
     default = tuple(SLIDING if (index + 1) % period else FULL for index in range(num_layers))
     windows = layer_windows(fields, default, fields.integer("sliding_window", 4096))
-    num_kv_heads, head_dim = fields.integer("num_key_value_heads", 4), fields.integer("head_dim", 256)
+    num_kv_heads = kv_heads_of(fields, fields.integer("num_attention_heads", 8), 4)
+    head_dim = fields.integer("head_dim", 256)
     return tuple(KvSpec(num_kv_heads, head_dim, window) for window in windows)
 
 

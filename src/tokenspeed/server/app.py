@@ -80,7 +80,8 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 def create_app(llm: ServedLLM, config: ServerConfig, *, patience: Patience | None = None) -> Starlette:
     """The ASGI application that serves `llm`."""
     name = served_name(llm)
-    pool = PoolSize(llm.info.num_kv_blocks, llm.info.block_size)
+    num_blocks = llm.info.num_kv_blocks * llm.config.parallel.dp_attention  # a pool a partition
+    pool = PoolSize(num_blocks, llm.info.block_size)
     metrics = Metrics(name, pool, lambda: llm.stats)
     dialect = _dialect(llm, config)
     served = Served(llm, config, name, metrics, int(time.time()), dialect, patience or Patience())

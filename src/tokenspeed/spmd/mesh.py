@@ -202,7 +202,8 @@ def _owner(sizes: GroupSizes, bound: int) -> str:
 
 def _working(sizes: GroupSizes, name: str) -> str:
     """The values of one setting with which the others would form a chain."""
-    name = "ep" if name == "moe_tp * ep" else name
+    if name == "moe_tp * ep":
+        return f"{_working(sizes, 'ep')}; {_working(sizes, 'moe_tp')}"
     tried = {size: _with(sizes, name, size) for size in _divisors(sizes.world)}
     works = [size for size, changed in tried.items() if _nests(changed)]
     return f"{name} may be {_listed(works)}" if works else f"no {name} would do"

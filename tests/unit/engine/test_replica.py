@@ -266,3 +266,23 @@ def test_only_rank_0_of_a_launcher_starts_an_engine(monkeypatch: pytest.MonkeyPa
     launched(monkeypatch, 1, 2)
     with pytest.raises(ConfigError, match="as rank 1, and only rank 0 starts an engine"):
         fakes.new_replica(fakes.config())
+
+
+@pytest.mark.parametrize("way", ["broken", "full"])
+def test_a_log_that_nobody_reads_keeps_no_rank_alive(
+    new: Any, ended: Ended, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forever = threading.Event()
+
+    def say(text: str) -> None:
+        if way == "full":
+            forever.wait()
+        raise BrokenPipeError(text)
+
+    monkeypatch.setattr("tokenspeed.engine.replica.say", say)
+    replica = new()
+    fakes.start(replica)
+    (process,) = replica._processes.values()
+    os.kill(process.pid, signal.SIGKILL)
+    assert ended.came.wait(60.0) and ended.code == 1
+    forever.set()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fakes import EOS, FakeRunner, FakeWorker
-from tokenspeed.core.config import EngineConfig
+from tokenspeed.core.config import EngineConfig, ParallelConfig
 from tokenspeed.core.errors import CapacityError, EngineDeadError, StartError, TokenSpeedError
 from tokenspeed.core.ipc import StartFailed
 from tokenspeed.core.request import EngineRequest, SamplingParams, SequenceUpdate, pack_ids
@@ -161,3 +161,24 @@ def test_a_sink_that_breaks_harms_no_other(caplog: pytest.LogCaptureFixture) -> 
 
     run(scenario())
     assert "broken" in caplog.text
+
+
+def test_an_engine_of_several_ranks_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 watches the others, and the client rank 0. An idle engine speaks every second; here that is too seldom."""
+    monkeypatch.setattr("tokenspeed.llm.engine_client._SILENCE_MARGIN_S", 0.1)
+    monkeypatch.setattr("tokenspeed.llm.engine_client._SILENCE_CHECK_S", 0.02)
+
+    async def scenario() -> None:
+        config = EngineConfig(parallel=ParallelConfig(tp=2, rank_timeout_s=0.1))
+        client = await EngineClient.start(lambda: InProcessEngine(FakeWorker()), config)
+        while client.is_alive:
+            await asyncio.sleep(0.01)
+        assert str(client.death).startswith("the engine has said nothing for 0 s")
+        with pytest.raises(EngineDeadError):
+            client.submit(request("late"), Sink())
+        await client.stop()
+        alone = await EngineClient.start(lambda: InProcessEngine(FakeWorker()), EngineConfig())
+        assert alone._watching is None
+        await alone.stop()
+
+    run(scenario())

@@ -51,6 +51,21 @@ def test_unknown_family_is_refused_naming_the_supported(model_type: object) -> N
         ({"rope_scaling": {"rope_type": "linear"}}, CheckpointError, "factor is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedModelError, "rope type 'dynamic'"),
         ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act 'relu' is not supported; supported: silu"),
+        ({"hidden_size": 10**30}, CheckpointError, "hidden_size is 1000.* not a positive integer below 2"),
+        ({"rms_norm_eps": -1.0}, CheckpointError, "rms_norm_eps is -1; it must be above 0"),
+        ({"rms_norm_eps": float("inf")}, CheckpointError, "rms_norm_eps is inf, not a number"),
+        ({"rope_theta": 0}, CheckpointError, "rope_theta is 0; it must be above 0"),
+        ({"num_key_value_heads": 3}, CheckpointError, "4 attention heads cannot share num_key_value_heads 3"),
+        ({"num_key_value_heads": 8}, CheckpointError, "4 attention heads cannot share num_key_value_heads 8"),
+        ({"head_dim": 15}, CheckpointError, "15 of the 15 dimensions of a head would turn"),
+        ({"partial_rotary_factor": 3.0}, CheckpointError, "36 of the 12 dimensions of a head would turn"),
+        ({"partial_rotary_factor": 0.0}, CheckpointError, "0 of the 12 dimensions of a head would turn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -3.0}}, CheckpointError, "factor is -3; it must be above 0"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2, "high_freq_factor": 2}},
+            CheckpointError,
+            "low_freq_factor and high_freq_factor are both 2",
+        ),
     ],
 )
 def test_wrong_field_is_one_line_that_names_it(
@@ -212,3 +227,19 @@ def test_a_stretch_with_two_sets_of_frequencies_is_not_taken_for_another(kind: s
     scaling = {"type": kind, "factor": 4.0, "original_max_position_embeddings": 64}
     with pytest.raises(UnsupportedModelError, match=f"rope_type '{kind}' is not supported"):
         build({**tiny_config, "model_type": "phi3", "rope_scaling": scaling})
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_key_value_heads": 3}, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 3.0}}]
+)
+def test_heads_that_cannot_be_are_refused_by_every_family(
+    family: str, change: Config, new_twin: Callable[..., Any]
+) -> None:
+    config = {**new_twin(family).theirs.config.to_dict(), **change}
+    if family.startswith("deepseek") and "num_key_value_heads" in change:
+        return  # one latent for all heads
+    nested = family.startswith(("gemma3", "olmo3")) and "rope_parameters" in change
+    if nested:
+        config["rope_parameters"] = {"full_attention": change["rope_parameters"], "sliding_attention": {}}
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=r"cannot share|would turn|config\.json"):
+        build(config)

@@ -77,7 +77,7 @@ def test_the_usual_choice() -> None:
         ),
         (
             GroupSizes(attention_tp=4, moe_tp=2, ep=4),
-            "moe_tp * ep is 8, which does not divide the 4 ranks of attention; ep may be 1 or 2",
+            "moe_tp * ep is 8, which does not divide the 4 ranks of attention; ep may be 1 or 2; moe_tp may be 1",
         ),
         (
             GroupSizes(attention_tp=4, attention_dp=3, dense_tp=6),

@@ -82,7 +82,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A body as it was understood. history: the items that a stored answer goes on from, as the store has them."""
+    """A body as it was understood. history: the items before a stored answer, as the store has them."""
 
     body: ResponsesBody
     conversation: Conversation
@@ -112,7 +112,8 @@ def read(body: ResponsesBody, llm: ServedLLM, store: ResponsesStore) -> Asked:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         told_later=toolbox.told_later,
     )
-    return Asked(body, conversation, toolbox, (*before, msgspec.json.encode(items)))
+    is_kept = body.store is not False
+    return Asked(body, conversation, toolbox, (*before, msgspec.json.encode(items)) if is_kept else ())
 
 
 class _Turns:
@@ -193,7 +194,13 @@ def _refuse(body: ResponsesBody) -> None:
 
 def _params(body: ResponsesBody, llm: ServedLLM) -> SamplingParams:
     max_tokens = body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens
-    return sampling_params(body, llm, max_tokens=max_tokens, logprobs=None, prompt_logprobs=None)
+    try:
+        return sampling_params(body, llm, max_tokens=max_tokens, logprobs=None, prompt_logprobs=None)
+    except InvalidRequestError as error:
+        if error.param != "max_tokens" or body.max_output_tokens is None:
+            raise
+        message = str(error).replace("max_tokens", "max_output_tokens")
+        raise InvalidRequestError(message, "max_output_tokens") from None
 
 
 def _template_kwargs(body: ResponsesBody) -> dict[str, object]:

@@ -398,9 +398,8 @@ class _Reasoning(_Open):
 class _Call(_Open):
     """A call, said as its tool wants it."""
 
-    prefix = "fc"
-
     def __init__(self, call_id: str, origin: Origin) -> None:
+        self.prefix = {FUNCTION: "fc", CUSTOM: "ctc"}.get(origin.kind, "tsc")
         super().__init__()
         self._call_id, self._origin = call_id, origin
 

@@ -76,14 +76,11 @@ class Toolbox:
         if not isinstance(tool, Mapping):
             raise InvalidRequestError(f"{where} is no object", where)
         kind = tool.get("type")
-        if kind == _NAMESPACE:
-            inner, name = tool.get("tools"), tool.get("name")
-            each = list(enumerate(inner)) if isinstance(inner, list) else []
-            return [
-                name_of
-                for index, one in each
-                for name_of in self._add(one, str(name), f"{where}.tools[{index}]", is_later)
-            ]
+        if kind == _NAMESPACE and namespace is None:
+            inner, space = tool.get("tools"), str(tool.get("name") or "")
+            each = enumerate(inner if isinstance(inner, list) else [])
+            added = (self._add(one, space, f"{where}.tools[{index}]", is_later) for index, one in each)
+            return [name for names in added for name in names]
         if kind not in (FUNCTION, CUSTOM, SEARCH) or (kind == SEARCH and tool.get("execution") != "client"):
             return []
         fields = tool["function"] if isinstance(tool.get("function"), Mapping) else tool

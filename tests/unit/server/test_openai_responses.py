@@ -18,6 +18,7 @@ from fakes import FakeSource, FakeWorker, engine_info, script
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.server.errors import HttpError
 from tokenspeed.server.responses_store import ResponsesStore
+from tokenspeed.server.responses_tools import Toolbox
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{% for t in tools %}({{ t.function.name }}){% endfor %}<tool_call>{% endif %}"
@@ -237,6 +238,16 @@ def test_tools_among_the_items(talking: Any) -> None:
     assert item["namespace"] == "agents"
 
 
+def test_a_tool_looks_as_chat_has_it() -> None:
+    toolbox = Toolbox()
+    toolbox.add([TOOL, {"type": "function", "strict": True, "name": "s"}, {"type": "web_search"}, PATCH], "tools")
+    look, strict, patch = (tool["function"] for tool in toolbox.tools)
+    assert json.dumps(look) == json.dumps({"name": "look", "description": "d", "parameters": SCHEMA})
+    assert strict == {"strict": True, "name": "s", "parameters": {"type": "object", "properties": {}}}
+    assert isinstance(patch, dict) and patch["description"] == "p\n\nThe input follows this lark grammar:\nstart: X"
+    assert patch["parameters"]["required"] == ["input"]
+
+
 def test_the_same_in_many_forms_is_the_same_prompt(talking: Any) -> None:
     part = {"type": "input_text", "text": "hi"}
     forms = (
@@ -322,7 +333,7 @@ def test_one_call_at_a_time_and_no_call_where_that_is_asked(talking: Any) -> Non
         ({"input": [{"type": "item_reference", "id": "msg_no"}]}, "input[0]"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"temperature": -1}, "temperature"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),

@@ -94,6 +94,8 @@ def test_without_parallel_calls_the_parser_is_done_after_the_first() -> None:
     assert not parser.done
     parser.feed(HERMES[-20:])
     assert parser.done and parser.feed("more") == [] and parser.finish() == []
+    text = "<|channel|>commentary to=functions.ping<|message|>{}<|call|><|channel|>analysis<|message|>a<|end|>b"
+    assert said(read("gpt_oss", text, parallel_tool_calls=False)) == ("", "", [("ping", {})])
 
 
 @pytest.mark.parametrize("arguments", [', "arguments": {}', "", ', "arguments": null', ', "arguments": ""'])
@@ -286,6 +288,10 @@ def test_a_section_of_calls_ends_reasoning(name: str) -> None:
             "<|channel|>commentary to=functions.ping<|message|>{oops",
             ("", "<|channel|>commentary to=functions.ping<|message|>{oops", []),
         ),
+        (
+            "<|channel|>analysis<|message|>\n a\n<|end|><|start|>assistant<|channel|>final<|message|>\n\nb\n",
+            ("a", "b\n", []),
+        ),
         ("<|channel|>anal", ("", "<|channel|>anal", [])),
     ],
 )
@@ -341,9 +347,19 @@ def test_a_call_that_is_malformed_is_content(body: str) -> None:
     assert read("hermes", text) == [ContentDelta(text)]
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama_pythonic"])
+def test_depth_has_a_limit(name: str) -> None:
+    form = {"hermes": '<tool_call>{"name": "ping", "arguments": {"a": %s}}', "llama_pythonic": "[ping(a=%s)]"}[name]
+    good, bad = (form % ("[" * depth + "]" * depth) for depth in (200, 300))
+    assert [call for call, _ in said(read(name, good))[2]] == ["ping"]
+    assert read(name, bad) == [ContentDelta(bad)]
+
+
 def test_a_good_call_after_a_bad_one_is_read() -> None:
     bad = '<tool_call>\n{"name": "t", "arguments": {"q": "a"\n</tool_call>'
-    assert said(read("hermes", f"{bad}\n{HERMES}")) == ("", bad, [("ls_dir", {"p": "/srv"})])
+    deltas = read("hermes", f"{bad}\n{HERMES}")
+    assert said(deltas) == ("", bad, [("ls_dir", {"p": "/srv"})])
+    assert [delta.index for delta in deltas if isinstance(delta, ToolCallEnd)] == [0]
 
 
 @pytest.mark.parametrize("close", ["", "</tool_call>", "\n\n</tool_call>\n", '{"name": "ping"}'])
@@ -376,6 +392,7 @@ def test_text_after_a_call_is_content() -> None:
         ("flag", "false", False),
         ("lines", '["a", {"b": null}]', ["a", {"b": None}]),
         ("lines", "['a']", "['a']"),
+        ("p", "x\n</parameter>" + " " * 100 + "\n</function> y", None),
         ("maybe", "null", None),
         ("maybe", "5", "5"),
         ("level", "1", "1"),

@@ -361,7 +361,7 @@ def test_a_text_that_ends_anywhere_keeps_what_was_sent(name: str) -> None:
 @pytest.mark.parametrize("sound", [False, True])
 def test_what_waits_is_bounded(name: str, sound: bool) -> None:
     """Long arguments in small chunks cost linear time only while what is not yet read stays short."""
-    text = RENDER[name]([("ls_dir", {"p": "ab <\n" * 400})])
+    text = RENDER[name]([("ls_dir", {"p": "ab <\n</parameter>" + " " * 999 + "</function>" + "ab <\n" * 200})])
     parser = resolve(name)(Context(tools=TOOLS, sound_calls=sound))
     for char in text:
         parser.feed(char)

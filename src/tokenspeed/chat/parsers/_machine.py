@@ -55,6 +55,8 @@ class Output:
 
     def reasoning(self, text: str) -> None:
         """More reasoning."""
+        if self.done:
+            return
         if self._bare:
             text = text.lstrip(_SPACES)
         end = len(text.rstrip(_SPACES))

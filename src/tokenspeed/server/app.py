@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenspeed import __version__
 from tokenspeed.chat import parsers
 from tokenspeed.core.config import ServerConfig
+from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.observability.metrics import CONTENT_TYPE, Metrics, PoolSize
 from tokenspeed.server import (
     anthropic_answers,
@@ -221,6 +222,8 @@ async def _input_tokens(store: ResponsesStore, served: Served, request: Request)
 
 
 async def _stored_response(store: ResponsesStore, _: Served, request: Request) -> Response:
+    if request.query_params.get("stream") == "true":
+        raise InvalidRequestError("a stored response is not streamed again; leave stream out", "stream")
     return Response(store.body(request.path_params["id"]), media_type="application/json")
 
 

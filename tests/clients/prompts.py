@@ -42,6 +42,15 @@ class Step:
     told_prompt_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """Tokens, whatever the dialect. reply_len: less than the script has where the server stopped after a call."""
+
+    prompt_len: int
+    cached: int
+    reply_len: int
+
+
 class Prompts:
     """Reads requests as the server with this scripted model does."""
 
@@ -51,6 +60,7 @@ class Prompts:
         tokenizer = Tokenizer.from_source(source.tokenizer)
         window = source.config["max_position_embeddings"]
         info = engine_info(vocab_size=tokenizer.vocab_size, max_model_len=window, num_kv_blocks=window)
+        self._histories: dict[str | None, list[Any]] = {}
         self._processor = InputProcessor(source, tokenizer, info, config)
         self._llm: Any = SimpleNamespace(
             source=source, info=info, config=config, tokenizer=tokenizer, input_processor=self._processor
@@ -67,8 +77,8 @@ class Prompts:
             prompt, reply = self._ids(exchange)
             earlier = [ids for end_s, ids in known if end_s < exchange.start_s]
             shared = max((_shared_len(prompt, ids) for ids in earlier), default=0)
-            steps.append(Step(exchange, len(prompt), shared, *usage))
-            known.append((exchange.end_s, prompt + reply))
+            steps.append(Step(exchange, len(prompt), shared, usage.cached, usage.prompt_len))
+            known.append((exchange.end_s, prompt + reply[: usage.reply_len]))
         return steps
 
     def _ids(self, exchange: Exchange) -> tuple[list[int], list[int]]:
@@ -83,10 +93,21 @@ class Prompts:
             messages_body = msgspec.json.decode(exchange.body, type=anthropic_messages.MessagesBody)
             return anthropic_messages.read_conversation(messages_body, self._llm)
         if path == RESPONSES:
-            responses_body = msgspec.json.decode(exchange.body, type=openai_responses.ResponsesBody)
+            responses_body = msgspec.convert(self._whole_body(exchange), openai_responses.ResponsesBody)
             return openai_responses.read(responses_body, self._llm, ResponsesStore()).conversation
         chat_body = msgspec.json.decode(exchange.body, type=openai_chat.ChatBody)
         return openai_chat.read_conversation(chat_body, self._llm)
+
+    def _whole_body(self, exchange: Exchange) -> dict[str, Any]:
+        """With the history itself where the server was only told which of its answers came before."""
+        body = exchange.json()
+        given = body["input"]
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        items = [*self._histories.get(body.pop("previous_response_id", None), []), *items]
+        last = exchange.events()[-1]
+        answer = last.get("response", last)
+        self._histories[answer["id"]] = [*items, *answer["output"]]
+        return {**body, "input": items}
 
 
 def _shared_len(one: Sequence[int], other: Sequence[int]) -> int:
@@ -94,8 +115,8 @@ def _shared_len(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
-def _usage(exchange: Exchange) -> tuple[int, int] | None:
-    """(cached tokens, prompt tokens) that the answer tells, if it does."""
+def _usage(exchange: Exchange) -> _Usage | None:
+    """What the answer tells of its tokens, if it does."""
     if exchange.method != "POST" or exchange.status != 200 or exchange.path.split("?")[0] not in PATHS:
         return None
     told = [_usage_of(event) for event in exchange.events()]
@@ -104,10 +125,13 @@ def _usage(exchange: Exchange) -> tuple[int, int] | None:
         return None
     if "cache_read_input_tokens" in usage:
         cached = usage["cache_read_input_tokens"]
-        return cached, usage["input_tokens"] + cached + usage["cache_creation_input_tokens"]
+        prompt_len = usage["input_tokens"] + cached + usage["cache_creation_input_tokens"]
+        return _Usage(prompt_len, cached, usage["output_tokens"])
     if "input_tokens" in usage:
-        return usage["input_tokens_details"]["cached_tokens"], usage["input_tokens"]
-    return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        return _Usage(usage["input_tokens"], cached, usage["output_tokens"])
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return _Usage(usage["prompt_tokens"], cached, usage["completion_tokens"])
 
 
 def _usage_of(event: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codex does the task through /v1/responses: as a model that it does not know, which has functions only, and as one
-that it knows and lets patch files by a custom tool.
+"""Codex does the task through /v1/responses: as a model that it does not know, which has functions only, as one that it
+lets patch files by a custom tool, and as one whose only tool takes programs and comes as an item of the conversation.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,16 @@ def test_codex_as_a_known_model_with_a_custom_tool(place: StartPlace) -> None:
     assert agents.DONE in run_codex(here, "gpt-5.5")
     agents.check_done(here, RESPONSES)
     assert any(item["type"] == "custom_tool_call" for item in here.exchanges()[-1].json()["input"])
+
+
+@pytest.mark.parametrize("model", ["gpt-5.6-luna", "gpt-6.1-sol"])
+def test_codex_as_a_model_that_writes_programs(place: StartPlace, model: str) -> None:
+    read, write = (
+        spoken_call("functions__exec", input=f"text(await tools.exec_command({{cmd: {json.dumps(command)}}}));")
+        for command in ("cat note.txt", agents.WRITE)
+    )
+    here = place(agents.replies(read, write))
+    agents.lay_out(here.work)
+    assert agents.DONE in run_codex(here, model)
+    agents.check_done(here, RESPONSES)
+    assert here.exchanges()[0].json()["input"][0]["type"] == "additional_tools"

@@ -9,7 +9,7 @@ import pytest
 
 from clients import agents
 from clients.conftest import MODEL, Place, StartPlace, program
-from clients.prompts import CHAT, MESSAGES
+from clients.prompts import CHAT, MESSAGES, RESPONSES
 from scripted import spoken_call
 
 pytestmark = pytest.mark.clients
@@ -59,3 +59,12 @@ def test_anthropic_and_its_tool_runner(place: StartPlace) -> None:
     refused = [exchange for exchange in here.exchanges() if exchange.status == 400]
     assert refused and all(exchange.json()["thread"] for exchange in refused)
     assert all(len(step.exchange.json()["messages"]) == 2 * at + 1 for at, step in enumerate(steps[3:]))
+
+
+def test_openai_by_responses(place: StartPlace) -> None:
+    """The second run names the answer before instead of sending the history."""
+    here = run(place, "responses_sdk")
+    steps = here.warm_steps(6)
+    agents.check_warm(steps, 2, here.story())
+    assert {step.exchange.path for step in steps} == {RESPONSES}
+    assert all(step.exchange.json().get("previous_response_id") for step in steps[4:])

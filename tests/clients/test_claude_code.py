@@ -68,6 +68,27 @@ def test_claude_code_loads_a_tool_later(place: StartPlace, tmp_path: Path) -> No
         assert later.shared > earlier.prompt_len, here.story()
 
 
+def test_claude_code_with_agents_of_its_own(place: StartPlace) -> None:
+    """Two run while it goes on; their words come back to it later."""
+    agents_asked = "".join(
+        spoken_call("Agent", description="A word", prompt=prompt, subagent_type="Explore")
+        for prompt in ("Say the first word.", "Say the second word.")
+    )
+    here = place(
+        [
+            ("ultramarine", agents.DONE),
+            ("Do NOT Read or tail", "I wait for them."),
+            ("Say the first word.", "vermilion"),
+            ("Say the second word.", "ultramarine"),
+            (agents.TASK, agents_asked),
+        ]
+    )
+    assert run_claude_code(here)["result"] == agents.DONE
+    steps = here.warm_steps(5)
+    asked_by_agents = [step for step in steps if "x-claude-code-agent-id" in step.exchange.headers]
+    assert len(asked_by_agents) == 2, here.story()
+
+
 def _replayed_blocks(body: dict[str, list[dict[str, list[dict[str, str]]]]]) -> list[dict[str, str]]:
     """The blocks of all replies in the history."""
     return [block for message in body["messages"] if message["role"] == "assistant" for block in message["content"]]

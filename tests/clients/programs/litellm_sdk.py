@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""litellm through a task of two calls, by both dialects.
+"""litellm through a task of two calls, by two dialects.
 
 Runs in the clients' environment: litellm_sdk.py URL MODEL TASK
 """

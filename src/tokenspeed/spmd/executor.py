@@ -8,6 +8,7 @@ know a tensor library, how collectives are made, or what an op computes; those a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import GeneratorType
 from typing import Any, Protocol
 
@@ -156,7 +157,7 @@ class Executor:
         layout = source[1]
 
         def run(step: StepInput, held: Held, outputs: dict[str, Tensor]) -> None:
-            places = lambda: step.selected(layout, self._rank)  # noqa: E731
+            places = partial(step.selected, layout, self._rank)
             held[target] = self._taken(step, held[source], ("selected", layout), places)
 
         return run

@@ -237,6 +237,7 @@ def test_processes_agree_with_threads_in_every_bit(
         assert not differences(ours, theirs)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_devices_agree_with_threads_but_for_the_order_of_sums(
     world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

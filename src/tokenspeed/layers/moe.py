@@ -175,11 +175,10 @@ class Experts(nn.Module):
         super().__init__()
         self.spec = spec
         num_experts, ff_size = spec.num_experts, spec.ff_size
-        inner = 1
-        self.gate_cut = ctx.cut("experts", (num_experts, ff_size, hidden_size), shards.stacked(inner))
-        self.down_cut = ctx.cut("experts", (num_experts, hidden_size, ff_size), shards.stacked(inner + 1))
-        self.gate_bias_cut = ctx.cut("experts", (num_experts, ff_size), shards.stacked(inner).beside(3))
-        self.down_bias_cut = ctx.cut("experts", (num_experts, hidden_size), shards.stacked(inner + 1).beside(3))
+        self.gate_cut = ctx.cut("experts", (num_experts, ff_size, hidden_size), shards.stacked(1))
+        self.down_cut = ctx.cut("experts", (num_experts, hidden_size, ff_size), shards.stacked(2))
+        self.gate_bias_cut = ctx.cut("experts", (num_experts, ff_size), shards.stacked(1).beside(3))
+        self.down_bias_cut = ctx.cut("experts", (num_experts, hidden_size), shards.stacked(2).beside(3))
         self.num_local, self.local_ff_size, _ = self.gate_cut.local_shape
         self.first = self.gate_cut.index[0].start
         self.gate_up = ctx.empty(self.num_local, 2 * self.local_ff_size, hidden_size)

@@ -237,9 +237,10 @@ def test_heads_that_cannot_be_are_refused_by_every_family(
 ) -> None:
     config = {**new_twin(family).theirs.config.to_dict(), **change}
     if family.startswith("deepseek") and "num_key_value_heads" in change:
-        return  # one latent for all heads
+        assert build(config).kv_specs[0].num_kv_heads == 1  # one latent for all heads
+        return
     nested = family.startswith(("gemma3", "olmo3")) and "rope_parameters" in change
     if nested:
         config["rope_parameters"] = {"full_attention": change["rope_parameters"], "sliding_attention": {}}
-    with pytest.raises((CheckpointError, UnsupportedModelError), match=r"cannot share|would turn|config\.json"):
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=r"cannot share|would turn"):
         build(config)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tokenspeed import __version__, cli
+from tokenspeed.cli import flags
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import ConfigError, ContextLengthError, EngineDeadError
 from tokenspeed.core.request import SamplingParams
@@ -39,12 +40,12 @@ def configs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_flags_become_configuration(configs: list[Any]) -> None:
-    flags = (
+    command = (
         "serve some/model --served-name m --max-model-len 100 --kv-tokens 640 --block-size 32 --threads 2 --port 0 "
         "--no-prefix-caching --max-num-seqs 3 --overlap-depth 0 --dtype float32 --load-format gguf --api-key k "
         "--strict-model-name --cors-origin a --cors-origin b --kernel linear=reference --memory-fraction 0.25"
     )
-    assert cli.main(flags.split()) == 0
+    assert cli.main(command.split()) == 0
     (asked,) = configs
     engine, server = asked.engine, asked.server
     assert (engine.model.model, engine.model.served_name, engine.model.max_model_len) == ("some/model", "m", 100)
@@ -71,9 +72,9 @@ def test_without_flags_everything_is_the_default(configs: list[Any]) -> None:
 
 def test_every_configuration_field_has_a_flag_or_a_reason() -> None:
     without = {"model", "kernel_overrides", "cors_origins"}  # positional, --kernel, --cors-origin
-    flags = (*cli.MODEL_FLAGS, cli.SERVED_NAME, *cli.SERVER_FLAGS)
-    for struct in {flag.struct for flag in flags}:
-        mine = {flag.field for flag in flags if flag.struct is struct}
+    known = (*flags.MODEL_FLAGS, flags.SERVED_NAME, *flags.SERVER_FLAGS)
+    for struct in {flag.struct for flag in known}:
+        mine = {flag.field for flag in known if flag.struct is struct}
         assert set(struct.__struct_fields__) - without == mine, struct
 
 
@@ -127,7 +128,7 @@ def test_errors_become_a_line_and_a_code(
     code: int,
     words: str,
 ) -> None:
-    monkeypatch.setattr(cli, "_models", raising(error))
+    monkeypatch.setattr(cli, "run_models", raising(error))
     assert cli.main(["models"]) == code
     said = capsys.readouterr().err
     assert words in said
@@ -135,7 +136,7 @@ def test_errors_become_a_line_and_a_code(
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "_models", raising(ConfigError("wrong")))
+    monkeypatch.setattr(cli, "run_models", raising(ConfigError("wrong")))
     assert cli.main(["models", "--debug"]) == 1
     said = capsys.readouterr().err
     assert "Traceback" in said

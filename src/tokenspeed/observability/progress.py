@@ -6,8 +6,10 @@ Knows nothing of what is being done.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Generator
 from typing import TextIO
 
 from tqdm import tqdm
@@ -80,3 +82,13 @@ def _amount(count: int, unit: str) -> str:
     if unit in ("B", "bytes"):
         return f"{count / 2**20:.1f} MiB"
     return f"{count} {unit}".rstrip()
+
+
+@contextlib.contextmanager
+def shown_progress() -> Generator[ProgressReporter, None, None]:
+    """A reporter on stderr, closed at the end."""
+    reporter = ProgressReporter()
+    try:
+        yield reporter
+    finally:
+        reporter.close()

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the command line: which configuration field each one sets, and the configuration that they make."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import msgspec
+
+from tokenspeed.core.config import (
+    DEFAULT_MODEL,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from tokenspeed.core.errors import ConfigError
+from tokenspeed.core.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag and the configuration field that it sets; type and default come from the field."""
+
+    names: tuple[str, ...]
+    struct: type[msgspec.Struct]
+    field: str
+    help: str
+    metavar: str | None = None
+
+
+MODEL_FLAGS = (
+    Flag(("--revision",), ModelConfig, "revision", "branch, tag or commit of a hub model"),
+    Flag(("--load-format",), ModelConfig, "load_format", "how the model is stored"),
+    Flag(("--dtype",), ModelConfig, "dtype", "what is computed in; auto chooses by device"),
+    Flag(("--max-model-len",), ModelConfig, "max_model_len", "context window in tokens (the model's own)", "TOKENS"),
+    Flag(("--chat-template",), ModelConfig, "chat_template", "jinja file in place of the model's own", "FILE"),
+    Flag(("--device",), DeviceConfig, "device", "where it runs"),
+    Flag(("--threads",), DeviceConfig, "num_threads", "CPU threads (the physical cores allowed to us)", "N"),
+    Flag(("--block-size",), CacheConfig, "block_size", "tokens in a KV block", "TOKENS"),
+    Flag(("--kv-tokens",), CacheConfig, "kv_tokens", "KV pool in tokens (a share of free memory)", "TOKENS"),
+    Flag(("--memory-fraction",), CacheConfig, "memory_fraction", "that share", "F"),
+    Flag(("--host-kv-tokens",), CacheConfig, "host_tokens", "host memory for evicted blocks; 0 is off", "TOKENS"),
+    Flag(("--host-store",), CacheConfig, "host_store", "copy blocks there when full, or when memory runs short"),
+    Flag(("--prefix-caching",), CacheConfig, "prefix_caching", "reuse the K/V of a prompt's known beginning"),
+    Flag(("--max-num-seqs",), SchedulerConfig, "max_num_seqs", "requests that run at once", "N"),
+    Flag(
+        ("--max-num-batched-tokens",),
+        SchedulerConfig,
+        "max_num_batched_tokens",
+        "tokens of a step (by speed)",
+        "N",
+    ),
+    Flag(("--max-num-waiting",), SchedulerConfig, "max_num_waiting", "requests that may wait; more get 429", "N"),
+    Flag(("--overlap-depth",), SchedulerConfig, "overlap_depth", "steps planned ahead, 0 or 1", "N"),
+    Flag(("--ageing-steps",), SchedulerConfig, "ageing_steps", "steps of waiting that lift a request", "N"),
+    Flag(("--tp",), ParallelConfig, "tp", "ranks that split the attention heads", "N"),
+    Flag(("--dp-attention",), ParallelConfig, "dp_attention", "partitions of the requests, of --tp ranks each", "N"),
+    Flag(("--ep",), ParallelConfig, "ep", "ways the experts are spread over the ranks", "N"),
+    Flag(("--moe-tp",), ParallelConfig, "moe_tp", "ranks that split one expert (those that --ep leaves)", "N"),
+    Flag(("--rank-timeout",), ParallelConfig, "rank_timeout_s", "a rank that takes longer for a step ends all", "S"),
+)
+PLAN_FLAGS = tuple(
+    flag for flag in MODEL_FLAGS if flag.field in ("revision", "dtype", "tp", "dp_attention", "ep", "moe_tp")
+)
+SERVED_NAME = Flag(("--served-name", "--served-model-name"), ModelConfig, "served_name", "name on the wire", "NAME")
+SERVER_FLAGS = (
+    Flag(("--host",), ServerConfig, "host", "address to listen on"),
+    Flag(("--port",), ServerConfig, "port", "port to listen on; 0 takes a free one"),
+    Flag(("--api-key",), ServerConfig, "api_key", "ask clients for this key"),
+    Flag(("--body-bytes-max",), ServerConfig, "body_bytes_max", "largest request body", "BYTES"),
+    Flag(("--tool-call-parser",), ServerConfig, "tool_call_parser", "what reads calls in replies", "NAME"),
+    Flag(("--strict-model-name",), ServerConfig, "strict_model_name", "refuse requests for other model names"),
+)
+SAMPLING_FLAGS = (
+    Flag(("--max-tokens",), SamplingParams, "max_tokens", "generate at most so many (until the model stops)", "N"),
+    Flag(("--temperature",), SamplingParams, "temperature", "0 is greedy (the model's own)", "T"),
+    Flag(("--top-p",), SamplingParams, "top_p", "nucleus sampling", "P"),
+    Flag(("--top-k",), SamplingParams, "top_k", "only the k most likely; 0 is off", "K"),
+    Flag(("--seed",), SamplingParams, "seed", "makes sampling repeatable", "N"),
+)
+
+
+MODEL_FLAGS = (
+    Flag(("--revision",), ModelConfig, "revision", "branch, tag or commit of a hub model"),
+    Flag(("--load-format",), ModelConfig, "load_format", "how the model is stored"),
+    Flag(("--dtype",), ModelConfig, "dtype", "what is computed in; auto chooses by device"),
+    Flag(("--max-model-len",), ModelConfig, "max_model_len", "context window in tokens (the model's own)", "TOKENS"),
+    Flag(("--chat-template",), ModelConfig, "chat_template", "jinja file in place of the model's own", "FILE"),
+    Flag(("--device",), DeviceConfig, "device", "where it runs"),
+    Flag(("--threads",), DeviceConfig, "num_threads", "CPU threads (the physical cores allowed to us)", "N"),
+    Flag(("--block-size",), CacheConfig, "block_size", "tokens in a KV block", "TOKENS"),
+    Flag(("--kv-tokens",), CacheConfig, "kv_tokens", "KV pool in tokens (a share of free memory)", "TOKENS"),
+    Flag(("--memory-fraction",), CacheConfig, "memory_fraction", "that share", "F"),
+    Flag(("--host-kv-tokens",), CacheConfig, "host_tokens", "host memory for evicted blocks; 0 is off", "TOKENS"),
+    Flag(("--host-store",), CacheConfig, "host_store", "copy blocks there when full, or when memory runs short"),
+    Flag(("--prefix-caching",), CacheConfig, "prefix_caching", "reuse the K/V of a prompt's known beginning"),
+    Flag(("--max-num-seqs",), SchedulerConfig, "max_num_seqs", "requests that run at once", "N"),
+    Flag(
+        ("--max-num-batched-tokens",),
+        SchedulerConfig,
+        "max_num_batched_tokens",
+        "tokens of a step (by speed)",
+        "N",
+    ),
+    Flag(("--max-num-waiting",), SchedulerConfig, "max_num_waiting", "requests that may wait; more get 429", "N"),
+    Flag(("--overlap-depth",), SchedulerConfig, "overlap_depth", "steps planned ahead, 0 or 1", "N"),
+    Flag(("--ageing-steps",), SchedulerConfig, "ageing_steps", "steps of waiting that lift a request", "N"),
+    Flag(("--tp",), ParallelConfig, "tp", "ranks that split the attention heads", "N"),
+    Flag(("--dp-attention",), ParallelConfig, "dp_attention", "partitions of the requests, of --tp ranks each", "N"),
+    Flag(("--ep",), ParallelConfig, "ep", "ways the experts are spread over the ranks", "N"),
+    Flag(("--moe-tp",), ParallelConfig, "moe_tp", "ranks that split one expert (those that --ep leaves)", "N"),
+    Flag(("--rank-timeout",), ParallelConfig, "rank_timeout_s", "a rank that takes longer for a step ends all", "S"),
+)
+PLAN_FLAGS = tuple(
+    flag for flag in MODEL_FLAGS if flag.field in ("revision", "dtype", "tp", "dp_attention", "ep", "moe_tp")
+)
+SERVED_NAME = Flag(("--served-name", "--served-model-name"), ModelConfig, "served_name", "name on the wire", "NAME")
+SERVER_FLAGS = (
+    Flag(("--host",), ServerConfig, "host", "address to listen on"),
+    Flag(("--port",), ServerConfig, "port", "port to listen on; 0 takes a free one"),
+    Flag(("--api-key",), ServerConfig, "api_key", "ask clients for this key"),
+    Flag(("--body-bytes-max",), ServerConfig, "body_bytes_max", "largest request body", "BYTES"),
+    Flag(("--tool-call-parser",), ServerConfig, "tool_call_parser", "what reads calls in replies", "NAME"),
+    Flag(("--strict-model-name",), ServerConfig, "strict_model_name", "refuse requests for other model names"),
+)
+SAMPLING_FLAGS = (
+    Flag(("--max-tokens",), SamplingParams, "max_tokens", "generate at most so many (until the model stops)", "N"),
+    Flag(("--temperature",), SamplingParams, "temperature", "0 is greedy (the model's own)", "T"),
+    Flag(("--top-p",), SamplingParams, "top_p", "nucleus sampling", "P"),
+    Flag(("--top-k",), SamplingParams, "top_k", "only the k most likely; 0 is off", "K"),
+    Flag(("--seed",), SamplingParams, "seed", "makes sampling repeatable", "N"),
+)
+
+
+def add_model(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    """Add the model and everything that says how it is run; its command starts an engine."""
+    text = f"alias (see `tokenspeed models`), folder, GGUF file or hub id (default: {DEFAULT_MODEL})"
+    if positional:
+        parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=text)
+    parser.add_argument("--model", help=text)
+    parser.set_defaults(builds_model=True)
+    add_flags(parser, MODEL_FLAGS)
+    parser.add_argument(
+        "--kernel", action="append", default=[], metavar="OP=SOLUTION", help="use this solution for this op"
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
+    """Add flags to a command; types, choices and defaults are those of their fields."""
+    for flag in flags:
+        info = next(known for known in msgspec.structs.fields(flag.struct) if known.name == flag.field)
+        default = "" if info.default in (None, msgspec.NODEFAULT) else f" (default: {info.default})"
+        settings: dict[str, Any] = {"dest": flag.field, "default": None, "help": flag.help + default}
+        kind, choices = _kind(info.type)
+        if kind is bool:
+            settings["action"] = argparse.BooleanOptionalAction
+        else:
+            settings.update(type=kind, choices=choices, metavar=flag.metavar)
+        parser.add_argument(*flag.names, **settings)
+
+
+def given(options: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
+    """Fields of flags that were given."""
+    named = {flag.field: getattr(options, flag.field, None) for flag in flags}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """What a command that builds a model was told. Raises ConfigError."""
+    positional = getattr(options, "positional_model", None)
+    if positional and options.model and positional != options.model:
+        raise ConfigError(f"two models are given, {positional} and --model {options.model}; give one")
+    overrides = tuple(_override(text) for text in options.kernel)
+    model = {"model": positional or options.model or DEFAULT_MODEL, **given(options, (SERVED_NAME,))}
+    parts: dict[type[msgspec.Struct], dict[str, Any]] = {
+        ModelConfig: model,
+        CacheConfig: {},
+        SchedulerConfig: {},
+        DeviceConfig: {"kernel_overrides": overrides},
+        ParallelConfig: {},
+    }
+    for flag in MODEL_FLAGS:
+        parts[flag.struct] |= given(options, (flag,))
+    return EngineConfig(
+        model=ModelConfig(**parts[ModelConfig]),
+        cache=CacheConfig(**parts[CacheConfig]),
+        scheduler=SchedulerConfig(**parts[SchedulerConfig]),
+        device=DeviceConfig(**parts[DeviceConfig]),
+        parallel=ParallelConfig(**parts[ParallelConfig]),
+        debug=options.debug,
+    ).validate()
+
+
+def _kind(annotation: Any) -> tuple[type, tuple[str, ...] | None]:
+    """The type that a field's value is read as, and the choices of a Literal."""
+    options = [option for option in get_args(annotation) if option is not type(None)]
+    if options and all(isinstance(option, str) for option in options):
+        return str, tuple(options)
+    return (options[0] if options else annotation), None
+
+
+def _override(text: str) -> tuple[str, str]:
+    op, equals, solution = text.partition("=")
+    if not (op and equals and solution):
+        raise ConfigError(f"--kernel {text}: write OP=SOLUTION; `tokenspeed doctor` lists both")
+    return op, solution

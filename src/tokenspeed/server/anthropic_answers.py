@@ -31,7 +31,7 @@ _KINDS = {
     429: "overloaded_error",
     503: "api_error",
 }
-_OVERLOADED = 529
+OVERLOADED = 529
 _encoder = msgspec.json.Encoder()
 
 
@@ -140,7 +140,7 @@ class ErrorBody(msgspec.Struct, frozen=True, tag="error"):
 def error_of(failure: Failure) -> tuple[int, ErrorBody]:
     """A failure in this API's words: (status, body)."""
     detail, error = failure.body.error, failure.error
-    status = _OVERLOADED if failure.status == 429 else failure.status
+    status = OVERLOADED if failure.status == 429 else failure.status
     message = detail.message
     if isinstance(error, ContextLengthError):
         message = f"prompt is too long: {error.num_prompt_tokens} tokens > {error.max_model_len - 1} maximum"

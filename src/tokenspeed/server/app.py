@@ -41,8 +41,9 @@ from tokenspeed.server import (
 )
 from tokenspeed.server.chat import Conversation
 from tokenspeed.server.connection import read_struct, while_connected
-from tokenspeed.server.errors import Failure, HttpError, failure_of
+from tokenspeed.server.errors import ErrorBody, Failure, HttpError, failure_of
 from tokenspeed.server.generation import Job, new_id
+from tokenspeed.server.openapi import Operation, Rules, document
 from tokenspeed.server.responses_store import ResponsesStore
 from tokenspeed.server.sampling import request_priority
 from tokenspeed.server.served import Patience, Served, ServedLLM
@@ -52,10 +53,12 @@ from tokenspeed.server.turn import reply_to
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version"})
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version", "/openapi.json"})
 _ANTHROPIC_PATH, _ANTHROPIC_VERSION = "/v1/messages", "anthropic-version"
 _CLIENT_GONE = 499
 _NO_DIALECT = "none"
+_TEXT, _OBJECT = "text/plain", "application/json"
+_ASKED = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +72,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+
+
+class ServerVersion(msgspec.Struct, frozen=True):
+    """The answer of /version."""
+
+    version: str
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +144,7 @@ def _routes(served: Served) -> list[Route]:
         ("GET", "/metrics", _metrics),
         ("GET", "/version", _version),
     ]
+    table.append(("GET", "/openapi.json", partial(_openapi, table)))
     return [Route(path, _endpoint(served, handler), methods=[method]) for method, path, handler in table]
 
 
@@ -160,6 +170,23 @@ def _said(failure: Failure, path: str) -> Response:
     return anthropic_answers.error_response(failure) if path.startswith(_ANTHROPIC_PATH) else failure.response()
 
 
+def _error_struct(path: str) -> type[msgspec.Struct]:
+    """The struct of that shape."""
+    return anthropic_answers.ErrorBody if path.startswith(_ANTHROPIC_PATH) else ErrorBody
+
+
+def _busy_status(path: str) -> int:
+    """What that API answers when too many requests wait."""
+    return anthropic_answers.OVERLOADED if path.startswith(_ANTHROPIC_PATH) else 429
+
+
+@Operation(
+    "Answer a conversation",
+    body=openai_chat.ChatBody,
+    answer=openai_chat.Answer,
+    events=openai_chat.Chunk,
+    example=_ASKED,
+).of
 async def _chat_completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_chat.ChatBody, served.config.body_bytes_max)
     headers = _model_headers(served, body.model)
@@ -174,6 +201,13 @@ async def _chat_completions(served: Served, request: Request) -> Response:
     return _json(answer, headers)
 
 
+@Operation(
+    "Answer a conversation in the shape of the Anthropic Messages API",
+    body=anthropic_messages.MessagesBody,
+    answer=anthropic_answers.Answer,
+    events="The named events of the Messages API, message_start to message_stop.",
+    example=_ASKED,
+).of
 async def _messages(served: Served, request: Request) -> Response:
     body = await read_struct(request, anthropic_messages.MessagesBody, served.config.body_bytes_max)
     headers = _model_headers(served, body.model)
@@ -192,6 +226,12 @@ async def _messages(served: Served, request: Request) -> Response:
     return _json(answer, headers)
 
 
+@Operation(
+    "Count the tokens of a conversation",
+    body=anthropic_messages.CountBody,
+    answer=anthropic_answers.TokenCount,
+    example={"messages": _ASKED["messages"]},
+).of
 async def _count_tokens(served: Served, request: Request) -> Response:
     body = await read_struct(request, anthropic_messages.CountBody, served.config.body_bytes_max)
     prompt = anthropic_messages.read_conversation(body, served.llm).prompt()
@@ -199,6 +239,13 @@ async def _count_tokens(served: Served, request: Request) -> Response:
     return _json(anthropic_answers.TokenCount(len(ids)))
 
 
+@Operation(
+    "Make a response",
+    body=openai_responses.ResponsesBody,
+    answer=responses_answers.Answer,
+    events="The named events of the Responses API, response.created to response.completed.",
+    example={"input": "Say hello.", "max_output_tokens": 32},
+).of
 async def _responses(store: ResponsesStore, served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
     headers = _model_headers(served, body.model)
@@ -214,6 +261,12 @@ async def _responses(store: ResponsesStore, served: Served, request: Request) ->
     return _json(await while_connected(request.receive, answering.whole(reply)), headers)
 
 
+@Operation(
+    "Count the tokens of a response's input",
+    body=openai_responses.ResponsesBody,
+    answer=responses_answers.TokenCount,
+    example={"input": "Say hello."},
+).of
 async def _input_tokens(store: ResponsesStore, served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
     prompt = openai_responses.read(body, served.llm, store).conversation.prompt()
@@ -221,17 +274,20 @@ async def _input_tokens(store: ResponsesStore, served: Served, request: Request)
     return _json(responses_answers.TokenCount(len(ids)))
 
 
+@Operation("A stored response", answer=responses_answers.Answer, failures=(400,)).of
 async def _stored_response(store: ResponsesStore, _: Served, request: Request) -> Response:
     if request.query_params.get("stream") == "true":
         raise InvalidRequestError("a stored response is not streamed again; leave stream out", "stream")
     return Response(store.body(request.path_params["id"]), media_type="application/json")
 
 
+@Operation("Forget a stored response", answer=responses_answers.Deleted).of
 async def _delete_response(store: ResponsesStore, _: Served, request: Request) -> Response:
     store.delete(request.path_params["id"])
     return _json(responses_answers.Deleted(request.path_params["id"]))
 
 
+@Operation("End a response that is being made", answer=responses_answers.Answer).of
 async def _cancel_response(store: ResponsesStore, _: Served, request: Request) -> Response:
     return Response(store.cancel(request.path_params["id"]), media_type="application/json")
 
@@ -247,6 +303,13 @@ def _chat_job(
     return Job(new_id(prefix), [conversation.prompt()], params, conversation.priority, retain)
 
 
+@Operation(
+    "Continue text or token ids",
+    body=openai_completions.CompletionBody,
+    answer=openai_completions.Answer,
+    events=openai_completions.Answer,
+    example={"prompt": "Once upon a time", "max_tokens": 16},
+).of
 async def _completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_completions.CompletionBody, served.config.body_bytes_max)
     headers = _model_headers(served, body.model)
@@ -260,12 +323,17 @@ async def _completions(served: Served, request: Request) -> Response:
     return _json(answer, headers)
 
 
+@Operation(
+    "The models: the one that is served. With the header anthropic-version in that API's shape",
+    answer=(ModelList, anthropic_answers.ModelList),
+).of
 async def _models(served: Served, request: Request) -> Response:
     if _ANTHROPIC_VERSION in request.headers:
         return _json(anthropic_answers.ModelList.of(served))
     return _json(ModelList(data=[_card(served)]))
 
 
+@Operation("One model", answer=(ModelCard, anthropic_answers.ModelInfo)).of
 async def _model(served: Served, request: Request) -> Response:
     name = request.path_params["model"]
     if name != served.model_name:
@@ -274,21 +342,32 @@ async def _model(served: Served, request: Request) -> Response:
     return _json(anthropic_answers.ModelInfo.of(served) if is_theirs else _card(served))
 
 
+@Operation(
+    "The token ids of text or of a conversation",
+    body=tokens.TokenizeBody,
+    answer=tokens.TokenizeAnswer,
+    example={"prompt": "Say hello."},
+).of
 async def _tokenize(served: Served, request: Request) -> Response:
     body = await read_struct(request, tokens.TokenizeBody, served.config.body_bytes_max)
     return _json(await tokens.tokenize(served, body))
 
 
+@Operation(
+    "The text of token ids", body=tokens.DetokenizeBody, answer=tokens.DetokenizeAnswer, example={"tokens": [1, 2, 3]}
+).of
 async def _detokenize(served: Served, request: Request) -> Response:
     body = await read_struct(request, tokens.DetokenizeBody, served.config.body_bytes_max)
     return _json(await tokens.detokenize(served, body))
 
 
+@Operation("Whether the engine makes progress", answer=_TEXT, failures=(503,)).of
 async def _health(served: Served, _: Request) -> Response:
     problem = health_problem(served)
     return Response("" if problem is None else problem, 200 if problem is None else 503, media_type="text/plain")
 
 
+@Operation("Whether a request would be taken now", answer=_TEXT, failures=(503,)).of
 async def _ready(served: Served, _: Request) -> Response:
     problem = health_problem(served)
     if problem is None and served.llm.stats.num_waiting >= served.llm.config.scheduler.max_num_waiting:
@@ -296,23 +375,33 @@ async def _ready(served: Served, _: Request) -> Response:
     return Response("" if problem is None else problem, 200 if problem is None else 503, media_type="text/plain")
 
 
+@Operation("Whether the server is there").of
 async def _empty(_: Served, __: Request) -> Response:
     return Response()
 
 
+@Operation("Prometheus metrics", answer=_TEXT).of
 async def _metrics(served: Served, _: Request) -> Response:
     return Response(served.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
+@Operation("The version", answer=ServerVersion).of
 async def _version(_: Served, __: Request) -> Response:
-    return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
+    return _json(ServerVersion(__version__))
+
+
+@Operation("This document", answer=_OBJECT).of
+async def _openapi(table: list[tuple[str, str, Endpoint]], served: Served, _: Request) -> Response:
+    rules = Rules(_error_struct, _busy_status, _OPEN_PATHS, served.config.api_key is not None)
+    made = document(table, rules, __version__)
+    return Response(msgspec.json.encode(made), media_type=_OBJECT)
 
 
 def health_problem(served: Served) -> str | None:
     """Why the engine cannot serve; None when it can."""
     llm = served.llm
     if not llm.is_alive:
-        return "the engine has stopped"
+        return "the engine has ended; it is started again if that can help"
     has_work = llm.stats.num_running + llm.stats.num_waiting > 0
     silent_s = time.monotonic() - llm.last_progress_s
     if has_work and silent_s > served.patience.stall_s:
@@ -357,7 +446,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         f"{request.method} {path} is not available: {error.detail}"
     )  # fmt: skip
     code = "not_found" if error.status_code == 404 else "method_not_allowed"
-    response = failure_of(HttpError(error.status_code, message, code=code)).response()
+    response = _said(failure_of(HttpError(error.status_code, message, code=code)), path)
     response.headers.update(error.headers or {})
     return response
 

@@ -35,8 +35,9 @@ class Loopback:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.llm: AsyncLLM = self.run(self._start_llm())
+        self.app = create_app(self.llm, server, patience=patience)
         config = uvicorn.Config(
-            create_app(self.llm, server, patience=patience), host="127.0.0.1", port=0, log_config=None, lifespan="off",
+            self.app, host="127.0.0.1", port=0, log_config=None, lifespan="off",
             timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._http = uvicorn.Server(config)

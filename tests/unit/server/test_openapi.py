@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The document of the API: all routes, every reference resolved, errors in each dialect's own shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tokenspeed.core.config import ServerConfig
+
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+
+
+@pytest.fixture(scope="module")
+def made(shared: Any) -> dict[str, Any]:
+    response = shared.client.get("/openapi.json")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    return dict(response.json())
+
+
+def operations(made: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in made["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+def references(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for each in value.values():
+            yield from references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
+def test_every_route_is_in_the_document_and_something_is_said_of_it(shared: Any, made: dict[str, Any]) -> None:
+    routes = {
+        (method.lower(), re.sub(r":\w+}", "}", route.path))
+        for route in shared.app.routes
+        for method in route.methods - {"HEAD"}
+    }
+    assert routes == {(method, path) for method, path, _ in operations(made)}
+    for _, path, operation in operations(made):
+        assert operation["summary"] != path, f"{path} has no Operation"
+        assert "200" in operation["responses"]
+
+
+def test_operation_ids_differ(made: dict[str, Any]) -> None:
+    ids = [operation["operationId"] for _, _, operation in operations(made)]
+    assert len(ids) == len(set(ids))
+
+
+def test_every_reference_leads_somewhere_and_every_schema_is_used(made: dict[str, Any]) -> None:
+    schemas = made["components"]["schemas"]
+    found = set(references(made))
+    assert found == {f"#/components/schemas/{name}" for name in schemas}
+    assert all(re.fullmatch(r"[a-zA-Z0-9._-]+", name) for name in schemas)
+    assert not any(name.startswith("tokenspeed") for name in schemas)
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_what_generates_says_how_it_streams_and_how_it_fails(made: dict[str, Any], path: str) -> None:
+    operation = made["paths"][path]["post"]
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    busy = "529" if path == "/v1/messages" else "429"
+    assert set(operation["responses"]) == {"200", "400", "404", "413", busy, "500", "503"}
+    assert operation["requestBody"]["content"]["application/json"]["example"]
+
+
+def test_errors_have_the_shape_of_their_dialect(made: dict[str, Any]) -> None:
+    for _, path, operation in operations(made):
+        answer = operation["responses"].get("400")
+        if answer is None:
+            continue
+        name = answer["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+        properties = made["components"]["schemas"][name]["properties"]
+        assert ("type" in properties) == path.startswith("/v1/messages")
+
+
+@pytest.mark.parametrize(("path", "is_theirs"), [("/v1/messages", True), ("/v1/chat/completions", False)])
+def test_a_wrong_method_is_refused_in_the_shape_of_the_path(shared: Any, path: str, is_theirs: bool) -> None:
+    response = shared.client.get(path)
+    assert response.status_code == 405
+    assert (response.json().get("type") == "error") is is_theirs
+
+
+def test_the_examples_are_answered(shared: Any, made: dict[str, Any]) -> None:
+    for method, path, operation in operations(made):
+        if "requestBody" in operation:
+            body = operation["requestBody"]["content"]["application/json"]["example"]
+            assert shared.client.request(method, path, json=body).status_code == 200, path
+
+
+def test_with_a_key_the_document_says_so_and_stays_open(start: Any) -> None:
+    loopback = start(server=ServerConfig(api_key="k"))
+    made = loopback.client.get("/openapi.json").json()
+    assert made["security"] == [{"bearer": []}, {"x-api-key": []}]
+    for method, path, operation in operations(made):
+        if "{" in path or "requestBody" in operation:
+            assert "401" in operation["responses"]
+            continue
+        is_open = operation.get("security") == []
+        status = loopback.client.request(method, path).status_code
+        assert (status == 200) is is_open, path

@@ -121,6 +121,34 @@ class Parser(Protocol):
 Build = Callable[[Context], Parser]
 
 
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a dialect writes a call whose arguments are JSON: begin, the arguments, end.
+
+    trigger: what begin begins with; where it stands in a reply, a call follows. before_name, after_name: what stands
+    around the name of the tool, up to the arguments. number_end: if not empty, the number of the call, in digits, and
+    then this stand between begin and the arguments. opening, parting, closing: what stands before the first call of a
+    reply, between two and after the last. ambiguous: the trigger stands in answers too, so only a reply that has to be
+    a call can be held to this form. name: the tool; a dialect leaves it empty.
+    """
+
+    trigger: str
+    before_name: str
+    after_name: str
+    end: str
+    number_end: str = ""
+    opening: str = ""
+    parting: str = ""
+    closing: str = ""
+    ambiguous: bool = False
+    name: str = ""
+
+    @property
+    def begin(self) -> str:
+        """The text up to the arguments, or up to the number."""
+        return f"{self.before_name}{self.name}{self.after_name}"
+
+
 def names() -> tuple[str, ...]:
     """The dialects that there are."""
     return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")))
@@ -130,6 +158,13 @@ def resolve(name: str) -> Build:
     """What builds the parser of this dialect for a request. ConfigError names the others."""
     build: Build = _leaf(name).build
     return build
+
+
+def call_format(dialect: str, tools: Iterable[str]) -> list[CallFormat] | None:
+    """How calls of the tools of these names are written, for a grammar; each tool may have several forms. None if the
+    arguments of the dialect are no JSON. ConfigError names the dialects."""
+    formats: Sequence[CallFormat] = _leaf(dialect).FORMATS
+    return [replace(form, name=tool) for tool in tools for form in formats] if formats else None
 
 
 def choose(template: str) -> str:

@@ -93,21 +93,24 @@ def is_object(text: str) -> bool:
         return False
 
 
-def section(opens: str, close: str, reader: Reader) -> Reader:
-    """A reader of calls that each begin with `opens`, up to `close`, which a model may forget."""
+def section(opening: str, opens: str, close: str, reader: Reader) -> dict[str, Reader]:
+    """Readers, by their marks, of calls that each begin with `opens`, from `opening` up to `close`. A model may forget
+    either of these two."""
 
     def read(scanner: Scanner, out: Output) -> Reading[bool]:
-        some = False
-        while True:
-            yield from scanner.space()
-            mark = yield from scanner.accept(opens, close)
-            if mark != opens:
-                return some
+        yield from scanner.space()
+        return bool((yield from scanner.accept(opens))) and (yield from rest(scanner, out))
+
+    def rest(scanner: Scanner, out: Output) -> Reading[bool]:
+        mark = opens
+        while mark == opens:
             if not (yield from reader(scanner, out)):
                 return False
-            some = True
+            yield from scanner.space()
+            mark = yield from scanner.accept(opens, close)
+        return True
 
-    return read
+    return {opening: read, opens: rest}
 
 
 def whole_call(context: Context, close: str = "") -> Reader:

@@ -5,7 +5,7 @@ full-width and the gaps are U+2581.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import NAME, arguments, fences, section
 from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
@@ -15,11 +15,22 @@ CALL, CALL_CLOSE = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 FENCE, FENCE_CLOSE = "```json", "```"
 SIGNS = ((OPEN, FENCE),)
+FORMATS = (
+    CallFormat(
+        CALL,
+        f"{CALL}function{SEPARATOR}",
+        f"\n{FENCE}\n",
+        f"\n{FENCE_CLOSE}{CALL_CLOSE}",
+        opening=OPEN,
+        parting="\n",
+        closing=CLOSE,
+    ),
+)
 
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    starts = {OPEN: section(CALL, CLOSE, _call), **fences(context)}
+    starts = {**section(OPEN, CALL, CLOSE, _call), **fences(context)}
     return conversation(context, Dialect(starts, ends_reasoning=(OPEN,)))
 
 

@@ -5,7 +5,7 @@ gaps are U+2581.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import NAME, arguments, fences, section
 from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
@@ -14,11 +14,12 @@ OPEN, CLOSE = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call
 CALL, CALL_CLOSE = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 SIGNS = ((OPEN,),)
+FORMATS = (CallFormat(CALL, CALL, SEPARATOR, CALL_CLOSE, opening=OPEN, closing=CLOSE),)
 
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    starts = {OPEN: section(CALL, CLOSE, _call), **fences(context)}
+    starts = {**section(OPEN, CALL, CLOSE, _call), **fences(context)}
     return conversation(context, Dialect(starts, ends_reasoning=(OPEN,)))
 
 

@@ -5,7 +5,7 @@ and later. Strings are written without quotes, so types come from the schema.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import NAME, Tags, fences, tagged_parameters
 from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
@@ -13,6 +13,7 @@ from tokenspeed.chat.parsers._scanner import Reading, Scanner
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGS = Tags("<arg_key>", "</arg_key>", "</arg_value>", ("<arg_key>", CLOSE), value_open="<arg_value>")
 SIGNS = ((OPEN, "<arg_key>", "<arg_value>"),)
+FORMATS: tuple[CallFormat, ...] = ()
 
 
 def build(context: Context) -> Parser:

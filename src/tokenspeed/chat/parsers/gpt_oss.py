@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import arguments
 from tokenspeed.chat.parsers._machine import Machine, Output, Reader, attempt
 from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner
@@ -21,6 +21,19 @@ _HEADER_ENDS = Marks((MESSAGE, START, *ENDS))
 _BODY_ENDS = Marks((START, *ENDS))
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_JSON = f" <|constrain|>json{MESSAGE}"
+FORMATS = (
+    *(
+        CallFormat(to, to, _JSON, "<|call|>", parting=f"{START}assistant")
+        for to in (f"{CHANNEL}commentary to=functions.", f"{CHANNEL}analysis to=functions.")
+    ),
+    CallFormat(f"{START}assistant to=", f"{START}assistant to=functions.", f"{CHANNEL}commentary{_JSON}", "<|call|>"),
+    CallFormat(
+        *(" to=functions.", " to=functions.", f"{CHANNEL}commentary{_JSON}", "<|call|>"),
+        parting=f"{START}assistant",
+        ambiguous=True,
+    ),
+)
 
 
 def build(context: Context) -> Parser:

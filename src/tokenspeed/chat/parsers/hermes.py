@@ -7,13 +7,14 @@ list of all calls in <tool_calls>.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import fences, named_object, whole_call
 from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 SIGNS = ((OPEN,),)
+FORMATS = (CallFormat(OPEN, f'{OPEN}\n{{"name": "', '", "arguments": ', f"}}\n{CLOSE}", parting="\n"),)
 
 
 def build(context: Context) -> Parser:

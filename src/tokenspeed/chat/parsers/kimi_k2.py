@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import NAME, arguments, fences, section
 from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
@@ -17,11 +17,12 @@ OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, CALL_CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 SIGNS = ((OPEN,),)
 _ID = re.compile(r"(?:functions\.)?(.+?)(:\d+)?")
+FORMATS = (CallFormat(CALL, f"{CALL}functions.", ":", CALL_CLOSE, number_end=ARGUMENTS, opening=OPEN, closing=CLOSE),)
 
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    starts = {OPEN: section(CALL, CLOSE, _call), **fences(context)}
+    starts = {**section(OPEN, CALL, CLOSE, _call), **fences(context)}
     return conversation(context, Dialect(starts, ends_reasoning=(OPEN,)))
 
 

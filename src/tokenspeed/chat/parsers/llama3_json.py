@@ -6,13 +6,18 @@ Without the mark only the name of a given tool tells a call from an answer in JS
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import fences, named_object
 from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN = "<|python_tag|>"
 SIGNS = (('"parameters": dictionary of argument name',), (OPEN, '"parameters": '))
+_KEY = '{"name": "'
+FORMATS = (
+    CallFormat(OPEN, OPEN + _KEY, '", "parameters": ', "}", parting="; "),
+    CallFormat(_KEY, _KEY, '", "parameters": ', "}", parting="; ", ambiguous=True),
+)
 
 
 def build(context: Context) -> Parser:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers import _json as json_reading
 from tokenspeed.chat.parsers import _python as python_reading
 from tokenspeed.chat.parsers._calls import fences
@@ -18,6 +18,7 @@ from tokenspeed.chat.parsers._scanner import Reading, Scanner
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
 SIGNS = ((OPEN,), ("[func_name1(",))
 _NAME = re.compile(r"[\w.\-]+")
+FORMATS: tuple[CallFormat, ...] = ()
 
 
 def build(context: Context) -> Parser:

@@ -5,7 +5,7 @@ M2. Strings are written without quotes, so types come from the schema.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import NAME, Tags, fences, tagged_parameters
 from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
@@ -15,6 +15,7 @@ INVOKE, INVOKE_CLOSE = '<invoke name="', "</invoke>"
 PARAMETER = '<parameter name="'
 TAGS = Tags(PARAMETER, '">', "</parameter>", (PARAMETER, INVOKE_CLOSE))
 SIGNS = ((OPEN, "<invoke name="),)
+FORMATS: tuple[CallFormat, ...] = ()
 
 
 def build(context: Context) -> Parser:

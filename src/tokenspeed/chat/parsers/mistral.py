@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import NAME, arguments, fences, named_object
 from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
@@ -16,6 +16,10 @@ from tokenspeed.chat.parsers._scanner import Reading, Scanner
 OPEN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 SIGNS = ((OPEN,),)
 _ID_LEN = 9
+FORMATS = (
+    CallFormat(OPEN, OPEN, ARGUMENTS, ""),
+    CallFormat(OPEN, f'{OPEN}[{{"name": "', '", "arguments": ', "}]"),
+)
 
 
 def build(context: Context) -> Parser:

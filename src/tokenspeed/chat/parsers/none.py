@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import fences
 from tokenspeed.chat.parsers._machine import Dialect, conversation
 
 SIGNS: tuple[tuple[str, ...], ...] = ()
+FORMATS = (CallFormat("```json", '```json\n{"name": "', '", "arguments": ', "}\n```", parting="\n", ambiguous=True),)
 
 
 def build(context: Context) -> Parser:

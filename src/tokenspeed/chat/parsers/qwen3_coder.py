@@ -6,7 +6,7 @@ Values are written without quotes, so their types come from the schema.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers._calls import NAME, Tags, fences, tagged_parameters
 from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
@@ -15,6 +15,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_CLOSE = "<function=", "</function>"
 TAGS = Tags("<parameter=", ">", "</parameter>", ("<parameter=", FUNCTION_CLOSE), lines=True)
 SIGNS = ((OPEN, FUNCTION, "<parameter="),)
+FORMATS: tuple[CallFormat, ...] = ()
 
 
 def build(context: Context) -> Parser:

@@ -22,6 +22,7 @@ FRAME_LEN_MAX = 256 * 1024 * 1024
 NUM_RETAINED_MAX = 16_384
 """Ended requests that Retain and Release may still name; the oldest is forgotten, and its pages then go in their own
 time."""
+STEP_TOKEN_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 _HEADER = struct.Struct("<I")
 
 
@@ -63,6 +64,17 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     ignored."""
 
     request_id: str
+
+
+class Vocabulary(msgspec.Struct, frozen=True, tag=True):
+    """What grammars need of the tokenizer; sent once, before the first request that has a grammar. tokens: the bytes of
+    each id, none for an id that only pads. special_ids: control tokens. end_ids: those that end a sequence. tokenizer:
+    the JSON of a `tokenizers` engine, which cuts forced text into tokens as the model is used to."""
+
+    tokens: tuple[bytes, ...]
+    special_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    tokenizer: str
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -115,7 +127,8 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's counters at one moment, see core.plan.ControlStats."""
+    """The engine's counters at one moment, see core.plan.ControlStats. step_tokens: how many steps computed so many
+    tokens, by STEP_TOKEN_BOUNDS and above; empty before the first step. num_step_tokens: of all steps."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -133,6 +146,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     host_total_blocks: int = 0
     loaded_tokens: int = 0
     stored_blocks: int = 0
+    step_tokens: tuple[int, ...] = ()
+    num_step_tokens: int = 0
 
 
 class Updates(msgspec.Struct, frozen=True, tag=True):
@@ -217,7 +232,7 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     transfers: tuple[tuple[int, bool], ...]
 
 
-ToEngine = Start | Submit | Cancel | Finish | Retain | Release | Shutdown
+ToEngine = Start | Vocabulary | Submit | Cancel | Finish | Retain | Release | Shutdown
 FromEngine = Progress | EngineInfo | StartFailed | Updates
 ToRank = Start | Step | Shutdown
 FromRank = Hello | Ready | StartFailed | Done | Moved

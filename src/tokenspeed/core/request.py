@@ -9,11 +9,44 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
+GrammarKind = Literal["json_schema", "regex", "lark", "ebnf", "tags"]
+
 PRIORITY_ABS_MAX = 1 << 20
 """Priority classes go from minus this to this, lower is sooner. The control plane knows no others."""
+
+
+class Lead(msgspec.Struct, frozen=True, array_like=True):
+    """Free text, such as reasoning, that comes before what a grammar describes and ends with `close`. open: there is a
+    lead only where the text begins with this; None: there always is, since the prompt has opened it."""
+
+    close: str
+    open: str | None = None
+
+
+class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a generated text must match, from its first token to its end.
+
+    kind and source: json_schema, a JSON Schema; regex, of the whole text; lark or ebnf (GBNF), a grammar with the rule
+    start or root; tags, the JSON of a grammar.Tags, free text in which calls have a form.
+    """
+
+    kind: GrammarKind
+    source: str
+    lead: Lead | None = None
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """Reasoning takes at most num_tokens tokens: then it is closed with close_ids. It begins with open_ids, or is open
+    from the start where is_open."""
+
+    num_tokens: int
+    is_open: bool
+    open_ids: tuple[int, ...]
+    close_ids: tuple[int, ...]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -44,6 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
+    thinking: ThinkingBudget | None = None
 
 
 class FinishReason(enum.StrEnum):
@@ -113,7 +148,8 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     token_ids: newly accepted ids, an end token included when it ended the sequence.
     logprobs: one entry for each of token_ids when asked for. prompt_logprobs: once, on the first update;
-    its first entry is None (nothing precedes the first token). end_token_id: the id that ended it.
+    its first entry is None (nothing precedes the first token). end_token_id: the id that ended it. queue_s: once, on
+    the first update with tokens: seconds from the engine's receipt to the first step that the sequence was part of.
     """
 
     request_id: str
@@ -124,6 +160,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     finish_reason: FinishReason | None = None
     end_token_id: int | None = None
     error: str | None = None
+    queue_s: float | None = None
 
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:

@@ -5,6 +5,7 @@ their tokens; and of ended ones that asked to be kept, the key. Knows nothing of
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Protocol
@@ -46,12 +47,17 @@ class Record:
         self.prompt: Int32Array = np.frombuffer(request.token_ids, np.int32)
         self.max_tokens = request.sampling.max_tokens
         self.ending = False
+        self._received_s = time.monotonic()
+        self._queue_s: float | None = None
+        self._has_told_queue = False
         self._generated = array("i")
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs = self._unknown_prompt_logprobs()
 
     def seating(self, seat: int) -> Seating:
         """What execution must know when the request takes a seat, after a preemption too."""
+        if self._queue_s is None:
+            self._queue_s = time.monotonic() - self._received_s
         generated = np.frombuffer(self._generated.tobytes(), np.int32)
         forced = self.request.forced_token_ids
         return Seating(
@@ -88,6 +94,7 @@ class Record:
             finish_reason=_REASONS[code],
             end_token_id=token_ids[-1] if ended_by_token else None,
             error=self._error(code),
+            queue_s=self._take_queue_s() if token_ids else None,
         )
 
     def _error(self, code: FinishCode) -> str | None:
@@ -99,6 +106,13 @@ class Record:
                 return f"the request's time limit of {self.request.timeout_s:g} s passed"
             case _:
                 return None
+
+    def _take_queue_s(self) -> float | None:
+        """Once, with the first token."""
+        if self._has_told_queue:
+            return None
+        self._has_told_queue = True
+        return self._queue_s
 
     def _unknown_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         if self.request.sampling.prompt_logprobs is None:

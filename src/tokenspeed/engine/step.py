@@ -49,6 +49,7 @@ from tokenspeed.core.request import (
     TokenLogprobs,
 )
 from tokenspeed.engine.sequences import PromptLogprobs, RecordBook
+from tokenspeed.engine.step_sizes import StepSizes
 
 HEARTBEAT_S = 1.0
 _TRANSFER_POLL_S = 0.001
@@ -170,6 +171,7 @@ class EngineLoop:
         self._seats: dict[int, RequestKey] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._leases: set[int] = set()
+        self._sizes = StepSizes()
         self._pause_s = 0.0
         self._running = True
 
@@ -199,7 +201,7 @@ class EngineLoop:
         blocked = stalled and not self._leases
         self._pause_s = _TRANSFER_POLL_S if stalled and self._leases else 0.0
         if updates or blocked or collects:
-            self._messages.send(Updates(tuple(updates), _engine_stats(self._control.stats())))
+            self._messages.send(Updates(tuple(updates), _engine_stats(self._control.stats(), self._sizes)))
         return blocked
 
     def _receive(self, message: ToEngine) -> None:
@@ -279,6 +281,8 @@ class EngineLoop:
             handle = self._runner.launch(plan, seatings)
         except (RuntimeError, MemoryError) as error:
             handle = _FailedLaunch(error)
+        if keys:
+            self._sizes.note(int(plan.rows[:, RowField.QUERY_LEN].sum()))
         leases = leases_of(plan)
         self._leases.update(leases)
         return _InFlight(plan.step_id, keys, leases, handle)
@@ -355,7 +359,7 @@ def _milliseconds(seconds: float) -> int:
     return math.ceil(seconds * 1000)
 
 
-def _engine_stats(stats: ControlStats) -> EngineStats:
+def _engine_stats(stats: ControlStats, sizes: StepSizes) -> EngineStats:
     return EngineStats(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
@@ -373,4 +377,6 @@ def _engine_stats(stats: ControlStats) -> EngineStats:
         host_total_blocks=stats.host_total_blocks,
         loaded_tokens=stats.loaded_tokens,
         stored_blocks=stats.stored_blocks,
+        step_tokens=sizes.counts,
+        num_step_tokens=sizes.num_tokens,
     )

@@ -163,6 +163,7 @@ class RequestStream:
         self._arrived = time.monotonic() if arrived is None else arrived
         self._first_token: float | None = None
         self._finished: float | None = None
+        self._started: float | None = None
         self._error: TokenSpeedError | None = None
         self._news = asyncio.Event()
         self._ended = False
@@ -171,6 +172,8 @@ class RequestStream:
         """Take one update of one of the sequences."""
         if update.token_ids and self._first_token is None:
             self._first_token = time.monotonic()
+        if self._started is None and update.queue_s is not None:
+            self._started = self._arrived + update.queue_s
         if update.request_id == self._first_id:
             self._cached_len = max(self._cached_len, update.cached_len)
             if update.prompt_logprobs is not None:
@@ -229,6 +232,6 @@ class RequestStream:
             outputs=outputs,
             cached_len=self._cached_len,
             finished=self._finished is not None,
-            times=RequestTimes(self._arrived, self._first_token, self._finished),
+            times=RequestTimes(self._arrived, self._first_token, self._finished, self._started),
             prompt_logprobs=prompt_logprobs,
         )

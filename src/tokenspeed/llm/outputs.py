@@ -44,11 +44,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Seconds on the monotonic clock of the API process; None until it happened."""
+    """Seconds on the monotonic clock of the API process; None until it happened. arrived: its prompt was encoded and it
+    went to the engine. started: the first step that it was part of began."""
 
     arrived: float
     first_token: float | None = None
     finished: float | None = None
+    started: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

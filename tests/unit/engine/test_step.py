@@ -7,7 +7,17 @@ import msgspec
 import pytest
 
 from fakes import EOS, FakeControl, FakeMessages, FakeRunner
-from tokenspeed.core.ipc import Cancel, Finish, Release, Retain, Shutdown, Submit, ToEngine, Updates
+from tokenspeed.core.ipc import (
+    STEP_TOKEN_BOUNDS,
+    Cancel,
+    Finish,
+    Release,
+    Retain,
+    Shutdown,
+    Submit,
+    ToEngine,
+    Updates,
+)
 from tokenspeed.core.request import (
     ContentSpan,
     EngineRequest,
@@ -317,3 +327,22 @@ def test_a_late_transfer_is_looked_for_and_never_slept_over() -> None:
     assert slept == [False, False, True, True, True]
     assert harness.control.transfers == ["advance", (7, True), (8, True)]
     assert harness.messages.waits == [0.0, 0.0, 0.001, 0.0, 0.0]
+
+
+def test_a_sequence_tells_once_how_long_it_waited_for_its_first_step() -> None:
+    harness = Harness([request("a", max_tokens=3), request("b", max_tokens=3)], num_seats=1).settle()
+    waits = {name: [update.queue_s for update in harness.of(name)] for name in "ab"}
+    for told in waits.values():
+        assert [wait is None for wait in told] == [False, True, True], told
+    assert 0.0 <= waits["a"][0] < waits["b"][0], "b waited until a was done"  # type: ignore[operator]
+
+
+def test_each_step_is_counted_by_its_tokens() -> None:
+    harness = Harness([request("a", "x" * 20, max_tokens=3), request("b", "y" * 13, max_tokens=3)]).settle()
+    stats = [message.stats for message in harness.messages.sent if isinstance(message, Updates)][-1]
+    assert stats.num_step_tokens == 20 + 13 + 2 * 2
+    assert {bound: count for bound, count in zip(STEP_TOKEN_BOUNDS, stats.step_tokens, strict=False) if count} == {
+        2: 2,
+        64: 1,
+    }
+    assert sum(stats.step_tokens) == harness.control.num_steps

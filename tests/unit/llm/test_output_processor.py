@@ -249,3 +249,13 @@ def test_a_dead_engine_is_told_after_what_came() -> None:
     with pytest.raises(EngineDeadError, match="gone"):
         asyncio.run(consume())
     assert seen == ["a"]
+
+
+def test_times_say_when_the_first_step_began() -> None:
+    harness = Harness(SamplingParams())
+    harness.stream.push(SequenceUpdate(request_id=harness.ids[0], token_ids=(97,), queue_s=0.25))
+    harness.stream.push(
+        SequenceUpdate(request_id=harness.ids[0], token_ids=(98,), finish_reason=FinishReason.LENGTH, queue_s=9.0)
+    )
+    (output,) = drain(harness.stream)
+    assert output.times.started == output.times.arrived + 0.25

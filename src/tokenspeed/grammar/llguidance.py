@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars by the llguidance library: everything becomes one Lark grammar of its dialect.
+
+Keywords of a JSON Schema that the library does not know are left out where they are compiled: whether that is right is
+settled before, by `check`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import regex_to_lark as lark_regex
+from tokenizers import Tokenizer
+
+from tokenspeed.grammar import Grammar, GrammarError, Mask, Matcher, Tag, Tags, Vocabulary
+
+_LENIENT = '"x-guidance": {"lenient": true}'
+_NUM_COMPILED = 256
+_NO_BYTES = b"\xff"
+"""The library takes what begins with this byte, which no text has, for a special token."""
+
+
+def check(grammar: Grammar, strict: bool) -> Sequence[str]:
+    """See the contract."""
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(_definition(grammar, lenient=not strict))
+    if is_error:
+        raise GrammarError(" ".join(messages[0].split()))
+    return list(messages)
+
+
+def build(vocabulary: Vocabulary) -> _Compiler:
+    """See the contract."""
+    return _Compiler(vocabulary)
+
+
+class _Compiler:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokenizer = LLTokenizer(_Words(vocabulary), eos_token=list(vocabulary.end_ids) or None)
+        self._no_markup = _mask_of(vocabulary.special_ids, len(vocabulary.tokens), vocabulary.end_ids)
+        self._begin = lru_cache(maxsize=_NUM_COMPILED)(self._compile)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        return self._begin(grammar).copy()
+
+    def _compile(self, grammar: Grammar) -> _Matcher:
+        matcher = LLMatcher(self._tokenizer, _definition(grammar, lenient=True), log_level=0)
+        if matcher.is_error():
+            raise GrammarError(" ".join(matcher.get_error().split()))
+        # Free text may hold the markup of the model's dialect; nothing else may.
+        may_hold_markup = grammar.kind == "tags" or grammar.lead is not None
+        return _Matcher(matcher, None if may_hold_markup else self._no_markup)
+
+
+class _Matcher:
+    def __init__(self, matcher: LLMatcher, without: Mask | None) -> None:
+        self._matcher = matcher
+        self._without = without
+
+    def fill(self, mask: Mask) -> None:
+        assert mask.flags.c_contiguous, "the mask is not contiguous"
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            raise GrammarError(" ".join(self._matcher.get_error().split()))
+        if self._without is not None:
+            left = mask & ~self._without
+            if left.any():
+                mask[:] = left
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.consume_token(token_id))
+
+    def rollback(self, num_tokens: int) -> None:
+        if not self._matcher.rollback(num_tokens):
+            raise GrammarError(self._matcher.get_error())
+
+    def copy(self) -> _Matcher:
+        return _Matcher(self._matcher.deep_copy(), self._without)
+
+
+class _Words:
+    """The vocabulary as the library asks for it."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.end_ids[0] if vocabulary.end_ids else None
+        self.bos_token_id = None
+        self.tokens = [token or _NO_BYTES + b"[%d]" % index for index, token in enumerate(vocabulary.tokens)]
+        self.special_token_ids: list[int] = []  # their text is text, so that it may trigger
+        self._engine = Tokenizer.from_str(vocabulary.tokenizer)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        whole = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        ids: list[int] = self._engine.encode(whole, add_special_tokens=False).ids
+        return ids
+
+
+def _mask_of(ids: Sequence[int], vocab_size: int, but: Sequence[int]) -> Mask:
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    bits[[index for index in ids if index not in but]] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _definition(grammar: Grammar, *, lenient: bool) -> str:
+    """The grammar in the library's own terms. Raises GrammarError."""
+    extra: list[dict[str, object]] = []
+    lines = ["%llguidance {}"]
+    if grammar.kind == "tags":
+        lines += _tags(msgspec.json.decode(grammar.source, type=Tags), extra, lenient)
+    elif grammar.kind == "json_schema":
+        lines.append(f"body: {_json(grammar.source, lenient)}")
+    elif grammar.kind == "regex":
+        lines.append(f"body: /{_regex(grammar.source)}/")
+    else:
+        extra.append({"name": "body_grammar", "lark_grammar": _lark(grammar)})
+        lines.append("body: @body_grammar")
+    lines.append(f"start: {_lead(grammar, lines)}body")
+    lark = "\n".join(lines) + "\n"
+    return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *extra]}, ensure_ascii=False)
+
+
+def _lead(grammar: Grammar, lines: list[str]) -> str:
+    """What comes before the body, whose rules are added to `lines`."""
+    lead = grammar.lead
+    if lead is None:
+        return ""
+    lines.append(f"lead_close[lazy]: /(.|\\n)*/ {_text(lead.close)}")
+    lines.append(r"lead_space: /[ \r\n\t]*/")
+    if lead.open is None:
+        return "lead_close lead_space "
+    lines.append(f"lead: {_text(lead.open)} lead_close lead_space")
+    return "lead? "
+
+
+def _tags(tags: Tags, extra: list[dict[str, object]], lenient: bool) -> list[str]:
+    lines = []
+    for index, tag in enumerate(tags.tags):
+        lines.append(f"value_{index}: {_value(tag, index, extra, lenient)}")
+    if not tags.has_text:
+        forms = [f"{_text(tag.begin)} value_{index} {_text(tag.end)}" for index, tag in enumerate(tags.tags)]
+        lines.append("tag: " + "\n    | ".join(forms))
+        more = _more(tags, f"({_text(tags.between)} tag)")
+        return [*lines, f"body: {_text(tags.first)} tag{more} {_text(tags.last)}"]
+    triggers = list(dict.fromkeys(tag.trigger for tag in tags.tags))
+    for place, trigger in enumerate(triggers):
+        forms = [
+            f"{_text(tag.begin.removeprefix(trigger))} value_{index} {_text(tag.end)}"
+            for index, tag in enumerate(tags.tags)
+            if tag.trigger == trigger
+        ]
+        lines.append(f"trigger_{place}[lazy]: /(.|\\n)*/ {_text(trigger)}")
+        lines.append(f"tag_{place}: trigger_{place} ({' | '.join(forms)})")
+    lines.append("tag: " + " | ".join(f"tag_{place}" for place in range(len(triggers))))
+    lines.append(r"free: /(.|\n)*/")
+    least = " ".join(["tag"] * tags.num_min)
+    most = "tag*" if tags.num_max is None else f"tag{{0,{tags.num_max - tags.num_min}}}"
+    return [*lines, f"body: {least} {most} free"]
+
+
+def _more(tags: Tags, item: str) -> str:
+    """How often a further tag comes after the first."""
+    least = max(0, tags.num_min - 1)
+    if tags.num_max is None:
+        return f" {item}{{{least},}}" if least else f" {item}*"
+    most = tags.num_max - 1
+    return f" {item}{{{least},{most}}}" if most else ""
+
+
+def _value(tag: Tag, index: int, extra: list[dict[str, object]], lenient: bool) -> str:
+    if tag.lark is not None:
+        extra.append({"name": f"value_grammar_{index}", "lark_grammar": tag.lark})
+        return f"@value_grammar_{index}"
+    return _json(tag.schema or "{}", lenient)
+
+
+def _json(schema: str, lenient: bool) -> str:
+    """An inline JSON Schema."""
+    try:
+        value = json.loads(schema)
+    except ValueError as error:
+        raise GrammarError(f"the schema is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise GrammarError("the schema is not a JSON object")
+    if lenient:
+        value = {**value, "x-guidance": {"lenient": True}}
+    return "%json " + json.dumps(value, ensure_ascii=False)
+
+
+def _lark(grammar: Grammar) -> str:
+    if grammar.kind == "lark":
+        return grammar.source
+    try:
+        return str(grammar_from("ebnf", grammar.source))
+    except ValueError as error:
+        raise GrammarError(str(error)) from None
+
+
+def _regex(source: str) -> str:
+    return str(lark_regex(source)).removeprefix("/").removesuffix("/") if source else ""
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else '""'

@@ -43,6 +43,7 @@ from tokenspeed.server.chat import Conversation
 from tokenspeed.server.connection import read_struct, while_connected
 from tokenspeed.server.errors import ErrorBody, Failure, HttpError, failure_of
 from tokenspeed.server.generation import Job, new_id
+from tokenspeed.server.model_list import list_models, model_headers, show_model
 from tokenspeed.server.openapi import Operation, Rules, document
 from tokenspeed.server.responses_store import ResponsesStore
 from tokenspeed.server.sampling import request_priority
@@ -54,7 +55,7 @@ from tokenspeed.server.turn import reply_to
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version", "/openapi.json"})
-_ANTHROPIC_PATH, _ANTHROPIC_VERSION = "/v1/messages", "anthropic-version"
+_ANTHROPIC_PATH = "/v1/messages"
 _CLIENT_GONE = 499
 _NO_DIALECT = "none"
 _TEXT, _OBJECT = "text/plain", "application/json"
@@ -62,29 +63,10 @@ _ASKED = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens":
 _log = logging.getLogger(__name__)
 
 
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as /v1/models lists it."""
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "tokenspeed"
-    root: str
-    parent: None = None
-    max_model_len: int
-
-
 class ServerVersion(msgspec.Struct, frozen=True):
     """The answer of /version."""
 
     version: str
-
-
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of /v1/models."""
-
-    object: str = "list"
-    data: list[ModelCard]
 
 
 def create_app(llm: ServedLLM, config: ServerConfig, *, patience: Patience | None = None) -> Starlette:
@@ -133,8 +115,8 @@ def _routes(served: Served) -> list[Route]:
         ("GET", "/v1/responses/{id}", partial(_stored_response, store)),
         ("DELETE", "/v1/responses/{id}", partial(_delete_response, store)),
         ("POST", "/v1/responses/{id}/cancel", partial(_cancel_response, store)),
-        ("GET", "/v1/models", _models),
-        ("GET", "/v1/models/{model:path}", _model),
+        ("GET", "/v1/models", list_models),
+        ("GET", "/v1/models/{model:path}", show_model),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
         ("GET", "/health", _health),
@@ -189,7 +171,7 @@ def _busy_status(path: str) -> int:
 ).of
 async def _chat_completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_chat.ChatBody, served.config.body_bytes_max)
-    headers = _model_headers(served, body.model)
+    headers = model_headers(served, body.model)
     conversation = openai_chat.read_conversation(body, served.llm)
     fields = (body.session_id, body.prompt_cache_key)
     job = _chat_job("chatcmpl", served, conversation, session_of(request.headers, fields, conversation))
@@ -210,7 +192,7 @@ async def _chat_completions(served: Served, request: Request) -> Response:
 ).of
 async def _messages(served: Served, request: Request) -> Response:
     body = await read_struct(request, anthropic_messages.MessagesBody, served.config.body_bytes_max)
-    headers = _model_headers(served, body.model)
+    headers = model_headers(served, body.model)
     conversation = anthropic_messages.read_conversation(body, served.llm)
     user_id = (body.metadata or {}).get("user_id")
     session = session_of(request.headers, (user_id,), conversation)
@@ -248,7 +230,7 @@ async def _count_tokens(served: Served, request: Request) -> Response:
 ).of
 async def _responses(store: ResponsesStore, served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
-    headers = _model_headers(served, body.model)
+    headers = model_headers(served, body.model)
     asked = openai_responses.read(body, served.llm, store)
     session = session_of(request.headers, (body.session_id, body.prompt_cache_key), asked.conversation)
     job = _chat_job("resp", served, asked.conversation, session)
@@ -312,7 +294,7 @@ def _chat_job(
 ).of
 async def _completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_completions.CompletionBody, served.config.body_bytes_max)
-    headers = _model_headers(served, body.model)
+    headers = model_headers(served, body.model)
     prompts = openai_completions.read_prompts(body)
     params = openai_completions.read_params(body, served.llm)
     job = Job(new_id("cmpl"), prompts, params, priority=request_priority(body))
@@ -321,25 +303,6 @@ async def _completions(served: Served, request: Request) -> Response:
         return EventStream(openai_completions.chunk_frames(served, job, body), served.patience.ping_s, headers)
     answer = await while_connected(request.receive, openai_completions.whole_answer(served, job, body))
     return _json(answer, headers)
-
-
-@Operation(
-    "The models: the one that is served. With the header anthropic-version in that API's shape",
-    answer=(ModelList, anthropic_answers.ModelList),
-).of
-async def _models(served: Served, request: Request) -> Response:
-    if _ANTHROPIC_VERSION in request.headers:
-        return _json(anthropic_answers.ModelList.of(served))
-    return _json(ModelList(data=[_card(served)]))
-
-
-@Operation("One model", answer=(ModelCard, anthropic_answers.ModelInfo)).of
-async def _model(served: Served, request: Request) -> Response:
-    name = request.path_params["model"]
-    if name != served.model_name:
-        raise _unknown_model(served, name)
-    is_theirs = _ANTHROPIC_VERSION in request.headers
-    return _json(anthropic_answers.ModelInfo.of(served) if is_theirs else _card(served))
 
 
 @Operation(
@@ -407,31 +370,6 @@ def health_problem(served: Served) -> str | None:
     if has_work and silent_s > served.patience.stall_s:
         return f"the engine has work and made no progress for {silent_s:.0f} s"
     return None
-
-
-def _model_headers(served: Served, asked: str | None) -> dict[str, str]:
-    """Headers that say so when a body names a model that is not the one served."""
-    if not asked or asked == served.model_name:
-        return {}
-    if served.config.strict_model_name:
-        raise _unknown_model(served, asked)
-    shown = asked.encode("ascii", "replace").decode()[:128]
-    printable = "".join(character if character.isprintable() else "?" for character in shown)
-    return {"x-tokenspeed-warning": f"model '{printable}' is not served here; '{served.model_name}' answered"}
-
-
-def _unknown_model(served: Served, asked: str) -> HttpError:
-    message = f"the model {asked!r} does not exist; this server has {served.model_name!r}"
-    return HttpError(404, message, code="model_not_found", param="model")
-
-
-def _card(served: Served) -> ModelCard:
-    return ModelCard(
-        id=served.model_name,
-        created=served.created,
-        root=served.model_name,
-        max_model_len=served.llm.info.max_model_len,
-    )
 
 
 def _json(answer: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:

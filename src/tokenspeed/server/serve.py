@@ -23,11 +23,10 @@ from tokenspeed.core.errors import ConfigError, PortInUseError, StartError
 from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.server.app import create_app, served_name
+from tokenspeed.server.http import DRAIN_S, http_config, run
 
 ProgressFn = Callable[[str, int, int, str], None]
 
-_DRAIN_S = 10
-_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they never meet a closing one
 _WATCH_EVERY_S = 0.25
 _BACKLOG = 2048
 _PORT_MAX = 65535
@@ -54,7 +53,7 @@ def serve(serving: Serving) -> int:
     Raises StartError: PortInUseError before anything is loaded, EngineEndedError when the engine dies.
     """
     with contextlib.closing(bind(serving.server.host, serving.server.port)) as sock:
-        return asyncio.run(_serve(serving, sock))
+        return run(_serve(serving, sock))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -141,23 +140,14 @@ async def _serve_http(serving: Serving, sock: socket.socket, llm: AsyncLLM, stop
         sock.listen(_BACKLOG)
     except OSError as error:  # another program may have come first while the model was loading
         raise _bind_error(serving.server.host, serving.server.port, error) from None
-    config = uvicorn.Config(
-        create_app(llm, serving.server),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_graceful_shutdown=_DRAIN_S,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-    )
-    server = _Server(config)
+    server = _Server(http_config(create_app(llm, serving.server)))
     serving.announce(banner(llm.info, served_name(llm), address_of(sock, serving.server.host)))
     http = asyncio.ensure_future(server.serve(sockets=[sock]))
     dead = asyncio.ensure_future(_until_dead(llm))
     asked = asyncio.ensure_future(stop.wait())
     await asyncio.wait({http, dead, asked}, return_when=asyncio.FIRST_COMPLETED)
     if asked.done():
-        _log.info("stopping; running requests have %d s to finish, press Ctrl-C again to drop them", _DRAIN_S)
+        _log.info("stopping; running requests have %d s to finish, press Ctrl-C again to drop them", DRAIN_S)
         stop.on_second(lambda: setattr(server, "force_exit", True))
     engine_ended = dead.done()
     server.should_exit = True

@@ -9,7 +9,7 @@ JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full gpu test-clients check format sim mutants bench bench-control docs docs-control clean
+.PHONY: help setup demo serve test test-full gpu test-clients check format sim mutants bench bench-control bench-server docs docs-control clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -73,6 +73,9 @@ bench-control: $(VENV)/.base ## what planning costs: 128 running requests of 32k
 	@{ cmake -S . -B build/bench -DCMAKE_BUILD_TYPE=Release -DTOKENSPEED_BENCH=ON && \
 	  cmake --build build/bench -j $(JOBS) --target control_bench; } >build/bench.log 2>&1 || { cat build/bench.log; exit 1; }
 	@$(BIN)/python bench/control_plane.py build/bench/csrc/control/control_bench $(ARGS)
+
+bench-server: $(VENV)/.base ## what the API process costs: 256 streams, a long prompt, IPC, and each stage
+	@$(BIN)/python bench/server.py $(ARGS)
 
 docs: $(VENV)/.check ## the documentation as HTML in build/docs, links checked
 	@$(BIN)/mkdocs build --strict --quiet --site-dir build/docs && echo "build/docs/index.html"

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of an event in the API process, each measured alone on the data of bench/server.py; and IPC on both sides.
+
+What the stages leave of the whole is the event loop, its tasks and HTTP framing.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from server_engine import STATS
+
+from tokenspeed.chat.parsers import Context, ContentDelta, resolve, tool_schemas
+from tokenspeed.core.ipc import FrameBuffer, Updates, decode_from_engine, encode_frame
+from tokenspeed.core.request import SamplingParams, SequenceUpdate
+from tokenspeed.engine.channel import Channel
+from tokenspeed.llm.detokenizer import IncrementalDetokenizer
+from tokenspeed.llm.output_processor import SequenceText
+from tokenspeed.llm.stop import StopScanner
+from tokenspeed.llm.tokenizer import Tokenizer
+from tokenspeed.server.openai_chat import Chunk, ChunkChoice, Delta
+from tokenspeed.server.sse import data_frame
+
+ROUNDS = 7
+
+
+def best_us(work: Callable[[], object], num_items: int) -> float:
+    """CPU time of `work` an item, the best of several rounds."""
+    times = []
+    for _ in range(ROUNDS):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return min(times) / num_items * 1e6
+
+
+def ipc(num_requests: int) -> dict[str, float]:
+    """A step of so many requests: encode and write in the engine; read, decode and dispatch in the API process."""
+    num_steps = 200
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    names = [f"chatcmpl-{index:032x}.{index}" for index in range(num_requests)]
+    updates = tuple(SequenceUpdate(request_id=name, token_ids=(1000 + index,)) for index, name in enumerate(names))
+    drain = threading.Thread(target=_drain, args=(theirs,), daemon=True)
+    drain.start()
+    start = time.thread_time()
+    for _ in range(num_steps):
+        channel.send(Updates(updates, STATS))
+    engine_s = time.thread_time() - start
+    channel.close()
+    drain.join()
+    frame = encode_frame(Updates(updates, STATS))
+    return {
+        "ipc_engine_us": engine_s / num_steps * 1e6,
+        "ipc_api_us": _api_side_us(frame, names, num_steps),
+        "ipc_frame_bytes": float(len(frame)),
+    }
+
+
+def _api_side_us(frame: bytes, names: Sequence[str], num_steps: int) -> float:
+    ours, theirs = socket.socketpair()
+    frames = FrameBuffer()
+    sinks: dict[str, Any] = {name: _Sink() for name in names}
+
+    def step() -> None:
+        data = ours.recv(1 << 20)
+        for body in frames.feed(data):
+            message = decode_from_engine(body)
+            assert isinstance(message, Updates)
+            for update in message.updates:
+                sinks[update.request_id].push(update)
+
+    spent = 0.0
+    for _ in range(num_steps):
+        theirs.sendall(frame)
+        start = time.thread_time()
+        step()
+        spent += time.thread_time() - start
+    ours.close()
+    theirs.close()
+    return spent / num_steps * 1e6
+
+
+class _Sink:
+    def push(self, update: SequenceUpdate) -> None:
+        """Dispatch ends here."""
+
+
+def _drain(sock: socket.socket) -> None:
+    while sock.recv(1 << 20):
+        pass
+    sock.close()
+
+
+def stages(
+    tokenizer: Tokenizer, ids: Sequence[int], dialect: str, tool: Mapping[str, object], num_streams: int
+) -> dict[str, float]:
+    """CPU time of each stage in µs an event of one token."""
+    names = [f"chatcmpl-{index:032x}.{index}" for index in range(num_streams)]
+    updates = tuple(SequenceUpdate(request_id=name, token_ids=(ids[i],)) for i, name in enumerate(names))
+    body = encode_frame(Updates(updates, STATS))[4:]
+    texts = [tokenizer.token_text(token_id) for token_id in ids[:1000]]
+    return {
+        "decode a frame": best_us(lambda: [decode_from_engine(body) for _ in range(20)], 20 * num_streams),
+        "detokenise": _detokenise_us(tokenizer, ids[:1000]),
+        "count, collect, hand out": _collect_us(tokenizer, ids[:1000]) - _detokenise_us(tokenizer, ids[:1000]),
+        "stop strings (none asked for)": 0.0,
+        "read reasoning and calls": _parse_us(texts, dialect, tool),
+        "make the chunk": best_us(lambda: [_chunk(text) for text in texts], len(texts)),
+        "encode JSON": _encode_us(texts),
+        "write to the socket": _write_us(data_frame(_chunk(texts[0]))),
+    }
+
+
+def stop_us(tokenizer: Tokenizer, ids: Sequence[int]) -> float:
+    """What two stop strings add to an event."""
+    texts = [tokenizer.token_text(token_id) for token_id in ids[:1000]]
+    scanner = StopScanner(("\nUser:", "<|end|>"))
+    return best_us(lambda: [scanner.feed(text) for text in texts], len(texts))
+
+
+def _detokenise_us(tokenizer: Tokenizer, ids: Sequence[int]) -> float:
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    return best_us(lambda: [detokenizer.push((token_id,)) for token_id in ids], len(ids))
+
+
+def _collect_us(tokenizer: Tokenizer, ids: Sequence[int]) -> float:
+    sequence = SequenceText(0, tokenizer, SamplingParams(skip_special_tokens=False), frozenset())
+    updates = [SequenceUpdate(request_id="r", token_ids=(token_id,)) for token_id in ids]
+    return best_us(lambda: [(sequence.push(update), sequence.take()) for update in updates], len(ids))
+
+
+def _parse_us(texts: Sequence[str], dialect: str, tool: Mapping[str, object]) -> float:
+    parser = resolve(dialect)(Context(tools=tool_schemas([tool])))
+    parser.feed("Well, ")
+    return best_us(lambda: [parser.feed(text) for text in texts], len(texts))
+
+
+def _chunk(text: str) -> Chunk:
+    delta = ContentDelta(text)
+    return Chunk(
+        id="chatcmpl-0123456789abcdef0123456789abcdef",
+        created=1_700_000_000,
+        model="smollm2-135m",
+        choices=[ChunkChoice(0, Delta(content=delta.text))],
+    )
+
+
+def _encode_us(texts: Sequence[str]) -> float:
+    chunks = [_chunk(text) for text in texts]
+    return best_us(lambda: [data_frame(chunk) for chunk in chunks], len(chunks))
+
+
+def _write_us(frame: bytes) -> float:
+    """A TCP connection on loopback, as HTTP frames its chunks."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    data = f"{len(frame):x}\r\n".encode() + frame + b"\r\n"
+    spent = 0.0
+    for _ in range(2000):
+        start = time.thread_time()
+        ours.send(data)
+        spent += time.thread_time() - start
+        theirs.recv(65536)
+    ours.close()
+    theirs.close()
+    return spent / 2000 * 1e6

@@ -21,6 +21,7 @@ from tokenspeed.core.plan import (
     ControlStats,
     FinishCode,
     Int32Array,
+    KvEvents,
     RequestKey,
     RowKind,
     Seating,
@@ -34,6 +35,7 @@ from tokenspeed.engine.step import EngineLoop
 from tokenspeed.llm.tokenizer import Tokenizer
 
 EOS, BOS, VOCAB_SIZE = 256, 257, 260
+NO_KV_EVENTS = KvEvents(np.zeros((0, 8), np.int64), np.zeros(0, np.int32))
 
 
 def byte_vocabulary() -> GgufVocabulary:
@@ -132,11 +134,13 @@ class FakeControl:
     """Seats requests in order of arrival and decodes all of them in each step. Fits every prompt in one chunk.
 
     moves: (leases to load, leases to store) of the next plans, which have no rows where nothing runs. holds: what was
-    said of ended requests. transfers: what was said of leases, and `advance` for each result between them.
+    said of ended requests. kv_events: what happens to the prefix index, turn by turn. transfers: what was said of
+    leases, and `advance` for each result between them.
     """
 
     def __init__(self, max_num_seqs: int = 64, capacity_tokens: int = 10_000) -> None:
         self.moves: list[tuple[list[int], list[int]]] = []
+        self.kv_events: list[KvEvents] = []
         self.holds: list[tuple[RequestKey, int | None]] = []
         self.transfers: list[tuple[int, bool] | str] = []
         self.submitted: list[dict[str, object]] = []
@@ -266,6 +270,9 @@ class FakeControl:
         rows = [(s.key.index, s.key.generation, len(ids), code, 0) for s, ids, code in events]
         token_ids = [token_id for _, ids, _ in events for token_id in ids]
         return SequenceEvents(np.array(rows, np.int32).reshape(-1, 5), np.array(token_ids, np.int32))
+
+    def take_kv_events(self) -> KvEvents:
+        return self.kv_events.pop(0) if self.kv_events else NO_KV_EVENTS
 
     def stats(self) -> ControlStats:
         seated = sum(1 for sequence in self._live.values() if sequence.seat is not None)

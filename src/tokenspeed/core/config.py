@@ -39,7 +39,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The KV pool. kv_tokens: its size in tokens; None takes memory_fraction of what is free after loading.
     host_tokens: size in tokens of the host tier, where evicted blocks wait to come back; 0 means none. host_store: a
-    block goes there as soon as it is full (seal), or when its memory is about to be wanted (pressure)."""
+    block goes there as soon as it is full (seal), or when its memory is about to be wanted (pressure). events: the
+    engine can tell what the prefix cache gains and loses."""
 
     block_size: int = 16
     kv_tokens: int | None = None
@@ -47,6 +48,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     host_tokens: int = 0
     host_store: HostStoreName = "seal"
+    events: bool = False
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,10 +135,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP face. Binds loopback unless told otherwise. tool_call_parser: what reads reasoning and calls in replies;
-    auto asks the chat template."""
+    auto asks the chat template. grpc_port: where gateways that speak gRPC are served too; None serves none."""
 
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()
     body_bytes_max: int = 64 * 1024 * 1024

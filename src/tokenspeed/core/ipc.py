@@ -77,6 +77,12 @@ class Vocabulary(msgspec.Struct, frozen=True, tag=True):
     tokenizer: str
 
 
+class WatchCache(msgspec.Struct, frozen=True, tag=True):
+    """Send CacheChanges from now on, or no more. Only to an engine whose cache configuration has events."""
+
+    on: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the engine; running requests are dropped. From rank 0: the replica ends in order."""
 
@@ -157,6 +163,21 @@ class Updates(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class CacheChanges(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the prefix index gained and lost since the last such message, in order; the first after WatchCache is empty.
+
+    rows: packed int64, five columns: whether it was stored (1) or removed (0), the place (two tiers a partition), the
+    block's hash, its parent's hash, number of tokens; the last two only where it was stored on a device. token_ids:
+    packed int32, of all rows. root: the parent of each first block. has_missed: blocks had been stored before the
+    watch began, and not all of them can be told.
+    """
+
+    root: int
+    has_missed: bool = False
+    rows: bytes = b""
+    token_ids: bytes = b""
+
+
 class SeatingFields(msgspec.Struct, frozen=True, array_like=True):
     """A core.plan.Seating; token ids are packed little-endian int32."""
 
@@ -232,8 +253,8 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
     transfers: tuple[tuple[int, bool], ...]
 
 
-ToEngine = Start | Vocabulary | Submit | Cancel | Finish | Retain | Release | Shutdown
-FromEngine = Progress | EngineInfo | StartFailed | Updates
+ToEngine = Start | Vocabulary | Submit | Cancel | Finish | Retain | Release | WatchCache | Shutdown
+FromEngine = Progress | EngineInfo | StartFailed | Updates | CacheChanges
 ToRank = Start | Step | Shutdown
 FromRank = Hello | Ready | StartFailed | Done | Moved
 Message = ToEngine | FromEngine | ToRank | FromRank

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from tokenspeed.core.ipc import (
+    CacheChanges,
     Cancel,
     EngineStats,
     Finish,
@@ -28,11 +29,13 @@ from tokenspeed.core.ipc import (
     Submit,
     ToEngine,
     Updates,
+    WatchCache,
 )
 from tokenspeed.core.plan import (
     ControlStats,
     EventField,
     Int32Array,
+    KvEvents,
     RequestKey,
     RowField,
     Seating,
@@ -48,6 +51,7 @@ from tokenspeed.core.request import (
     SequenceUpdate,
     TokenLogprobs,
 )
+from tokenspeed.engine.cache_watch import CacheWatch
 from tokenspeed.engine.sequences import PromptLogprobs, RecordBook
 from tokenspeed.engine.step_sizes import StepSizes
 
@@ -95,6 +99,7 @@ class Control(Protocol):
     def next_plan(self) -> StepPlan | None: ...
     def advance(self, result: StepResult) -> None: ...
     def take_events(self) -> SequenceEvents: ...
+    def take_kv_events(self) -> KvEvents: ...
     def stats(self) -> ControlStats: ...
 
 
@@ -155,6 +160,7 @@ class EngineLoop:
         messages: Messages,
         *,
         overlap_depth: int,
+        cache_watch: CacheWatch | None = None,
         on_fault: Callable[[Exception], None] = lambda error: None,
         heartbeat_s: float = HEARTBEAT_S,
         now_ms: Callable[[], int] = lambda: time.monotonic_ns() // 1_000_000,
@@ -164,6 +170,7 @@ class EngineLoop:
         self._runner = runner
         self._messages = messages
         self._overlap_depth = overlap_depth
+        self._cache_watch = cache_watch
         self._on_fault = on_fault
         self._heartbeat_s = heartbeat_s
         self._now_ms = now_ms
@@ -202,6 +209,8 @@ class EngineLoop:
         self._pause_s = _TRANSFER_POLL_S if stalled and self._leases else 0.0
         if updates or blocked or collects:
             self._messages.send(Updates(tuple(updates), _engine_stats(self._control.stats(), self._sizes)))
+        if self._cache_watch is not None:
+            self._tell_cache(self._cache_watch.changes(self._control.take_kv_events()))
         return blocked
 
     def _receive(self, message: ToEngine) -> None:
@@ -216,10 +225,17 @@ class EngineLoop:
                 self._retain(request_id, ttl_s)
             case Release(request_id):
                 self._release(request_id)
+            case WatchCache(on):
+                if self._cache_watch is not None:
+                    self._tell_cache(self._cache_watch.switch(on))
             case Shutdown():
                 self._running = False
             case Start():
                 raise AssertionError("a second Start")
+
+    def _tell_cache(self, changes: CacheChanges | None) -> None:
+        if changes is not None:
+            self._messages.send(changes)
 
     def _submit(self, request: EngineRequest) -> None:
         record = self._book.add(request)

@@ -24,6 +24,7 @@ from tokenspeed.checkpoints import open_model
 from tokenspeed.core.config import EngineConfig, HostStoreName, launched_rank
 from tokenspeed.core.ipc import EngineInfo, Progress, Shutdown, Start, ToEngine
 from tokenspeed.core.plan import HostStore
+from tokenspeed.engine.cache_watch import CacheWatch
 from tokenspeed.engine.channel import Channel, ChannelClosedError
 from tokenspeed.engine.failures import complain, set_up_log, start_failed
 from tokenspeed.engine.process import leave
@@ -111,6 +112,7 @@ class _Engine:
                 self._runner,
                 channel,
                 overlap_depth=config.scheduler.overlap_depth,
+                cache_watch=CacheWatch(runner_info.groups) if config.cache.events else None,
                 on_fault=lambda error: complain(error, config.debug),
             )
         except BaseException:
@@ -175,6 +177,7 @@ def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:
         prefix_caching=config.cache.prefix_caching,
         num_partitions=config.parallel.dp_attention,
         host_store=_HOST_STORE[config.cache.host_store],
+        kv_events=config.cache.events,
     )
 
 

@@ -41,6 +41,7 @@ from tokenspeed.server import (
 )
 from tokenspeed.server.chat import Conversation
 from tokenspeed.server.connection import read_struct, while_connected
+from tokenspeed.server.docs_page import docs_page
 from tokenspeed.server.errors import ErrorBody, Failure, HttpError, failure_of
 from tokenspeed.server.generation import Job, new_id
 from tokenspeed.server.model_list import list_models, model_headers, show_model
@@ -54,7 +55,7 @@ from tokenspeed.server.turn import reply_to
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version", "/openapi.json"})
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
 _ANTHROPIC_PATH = "/v1/messages"
 _CLIENT_GONE = 499
 _NO_DIALECT = "none"
@@ -126,7 +127,7 @@ def _routes(served: Served) -> list[Route]:
         ("GET", "/metrics", _metrics),
         ("GET", "/version", _version),
     ]
-    table.append(("GET", "/openapi.json", partial(_openapi, table)))
+    table += [("GET", "/docs", _docs), ("GET", "/openapi.json", partial(_openapi, table))]
     return [Route(path, _endpoint(served, handler), methods=[method]) for method, path, handler in table]
 
 
@@ -358,6 +359,11 @@ async def _openapi(table: list[tuple[str, str, Endpoint]], served: Served, _: Re
     rules = Rules(_error_struct, _busy_status, _OPEN_PATHS, served.config.api_key is not None)
     made = document(table, rules, __version__)
     return Response(msgspec.json.encode(made), media_type=_OBJECT)
+
+
+@Operation("The reference as a page that can also ask", answer="text/html").of
+async def _docs(_: Served, __: Request) -> Response:
+    return docs_page()
 
 
 def health_problem(served: Served) -> str | None:

@@ -108,3 +108,14 @@ def test_with_a_key_the_document_says_so_and_stays_open(start: Any) -> None:
         is_open = operation.get("security") == []
         status = loopback.client.request(method, path).status_code
         assert (status == 200) is is_open, path
+
+
+def test_the_page_needs_no_other_host(shared: Any) -> None:
+    response = shared.client.get("/docs")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert not re.search(r"https?:|//[a-z]+\.|@import|\b(src|href)=", response.text)
+    assert 'fetch("openapi.json")' in response.text

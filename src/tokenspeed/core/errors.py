@@ -15,7 +15,7 @@ TokenSpeedError
 │   ├── ContextLengthError     prompt longer than the window; carries both counts
 │   └── CapacityExceededError  can never fit the KV pool; carries both counts
 ├── OverloadedError            429 with Retry-After
-└── EngineDeadError            the engine process ended; 503
+└── EngineDeadError            the engine process ended; 503, with Retry-After where it will be back
 """
 
 from __future__ import annotations
@@ -114,7 +114,12 @@ class OverloadedError(TokenSpeedError):
 
 
 class EngineDeadError(TokenSpeedError):
-    """The engine has ended; no request can be served any more."""
+    """The engine has ended, and what it ran is lost. retry_after_s: by then a new one could serve, if one is started;
+    None when it was ended on purpose."""
+
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 START_ERRORS: dict[str, type[StartError]] = {

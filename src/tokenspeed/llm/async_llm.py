@@ -13,9 +13,11 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from tokenspeed.checkpoints import ModelSource, open_model
 from tokenspeed.core.config import EngineConfig
-from tokenspeed.core.errors import EngineDeadError, OverloadedError, TokenizerError
+from tokenspeed.core.errors import EngineDeadError, OverloadedError, StartError, TokenizerError
 from tokenspeed.core.ipc import NUM_RETAINED_MAX, EngineInfo, EngineStats
 from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.engine.process import Engine, EngineProcess, InProcessEngine
@@ -49,6 +51,8 @@ class AsyncLLM:
         self.tokenizer = tokenizer
         self.input_processor = InputProcessor(source, tokenizer, client.info, config)
         self._client = client
+        self._launch: EngineKind = "process"
+        self._num_restarts = 0
         self._serials = itertools.count()
         self._retained: dict[str, str] = {}
         self._default_params = SamplingParams(**default_sampling(source))  # type: ignore[arg-type]
@@ -75,7 +79,9 @@ class AsyncLLM:
         tokenizer = await asyncio.to_thread(Tokenizer.from_source, source.tokenizer)
         client = await EngineClient.start(_launcher(config, engine), config, progress)
         try:
-            return cls(config, source, tokenizer, client)
+            llm = cls(config, source, tokenizer, client)
+            llm._launch = engine
+            return llm
         except BaseException:
             await client.stop()
             raise
@@ -99,6 +105,15 @@ class AsyncLLM:
     def death(self) -> EngineDeadError | None:
         """Why the engine can serve no more."""
         return self._client.death
+
+    async def wait_death(self) -> EngineDeadError:
+        """Why the engine can serve no more, once that is so."""
+        return await self._client.wait_death()
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines that were started in place of one that had died."""
+        return self._num_restarts
 
     @property
     def last_progress_s(self) -> float:
@@ -189,13 +204,26 @@ class AsyncLLM:
         if engine_id is not None:
             self._client.release(engine_id)
 
+    async def restart(self) -> None:
+        """Start an engine in place of the one that has died, of the same size whatever memory is free now; what that
+        one ran, held or had cached is lost. Raises the StartError that the new one meets."""
+        await self._client.bury()
+        config = _same_size(self.config, self.info)
+        client = await EngineClient.start(_launcher(config, self._launch), config)
+        if _size(client.info) != _size(self.info):
+            await client.stop()
+            raise StartError(f"the engine came back as another: {_size(client.info)} instead of {_size(self.info)}")
+        self._client = client
+        self._retained.clear()
+        self._num_restarts += 1
+
     async def shutdown(self) -> None:
         """End the engine; whoever still waits gets EngineDeadError. Idempotent."""
         await self._client.stop()
 
     def _require_serving(self) -> None:
         if self._client.death is not None:
-            raise EngineDeadError(str(self._client.death))
+            raise EngineDeadError(str(self._client.death), self._client.death.retry_after_s)
         limits = self.config.scheduler
         live_max = limits.max_num_waiting + limits.max_num_seqs
         if self.stats.num_waiting >= limits.max_num_waiting or self._client.num_live >= live_max:
@@ -221,6 +249,18 @@ def _launcher(config: EngineConfig, engine: EngineKind) -> Callable[[], Engine]:
     if engine == "thread" and config.parallel.num_ranks == 1:  # one that lost a rank has to be ended from outside
         return InProcessEngine
     return lambda: EngineProcess.spawn(config)
+
+
+def _same_size(config: EngineConfig, info: EngineInfo) -> EngineConfig:
+    """What was measured once stays as it was: others have been told, and requests checked against it."""
+    cache = msgspec.structs.replace(config.cache, kv_tokens=info.num_kv_blocks * info.block_size)
+    scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=info.max_num_batched_tokens)
+    return msgspec.structs.replace(config, cache=cache, scheduler=scheduler)
+
+
+def _size(info: EngineInfo) -> tuple[int, ...]:
+    """KV blocks, tokens of a block, context length and vocabulary."""
+    return info.num_kv_blocks, info.block_size, info.max_model_len, info.vocab_size
 
 
 def _num_chars(prompt: Prompt) -> int:

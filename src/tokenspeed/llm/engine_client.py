@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -43,6 +44,7 @@ _END_WAIT_S = 2.0
 _SILENCE_MARGIN_S = 10.0
 _SILENCE_CHECK_S = 1.0
 _ABANDON_GRACE_S = 0.2
+_RETRY_AFTER_S_MAX = 60  # clients ignore what asks for more
 
 _log = logging.getLogger("tokenspeed.llm")
 
@@ -71,6 +73,8 @@ class EngineClient:
         self._sinks: dict[str, Sink] = {}
         self._info: EngineInfo | None = None
         self._death: EngineDeadError | None = None
+        self._died = asyncio.Event()
+        self._start_s = 0.0
         self._reading: asyncio.Task[None] | None = None
         self._progress_at = time.monotonic()
         self._watching: asyncio.Task[None] | None = None
@@ -81,6 +85,7 @@ class EngineClient:
     ) -> EngineClient:
         """Launch an engine, hand it its configuration and wait until it can serve. Raises the StartError that the
         engine met."""
+        began = time.monotonic()
         engine = await _launched(launch)
         reader, writer = await asyncio.open_connection(sock=engine.sock, limit=_READ_BYTES)
         client = cls(engine, reader, writer)
@@ -92,6 +97,7 @@ class EngineClient:
             await asyncio.shield(asyncio.to_thread(engine.stop, _ABANDON_GRACE_S))
             raise
         client._progress_at = time.monotonic()
+        client._start_s = client._progress_at - began
         client._reading = asyncio.create_task(client._read_updates(), name="tokenspeed-engine-updates")
         if config.parallel.num_ranks > 1:
             silence_s = config.parallel.rank_timeout_s + _SILENCE_MARGIN_S
@@ -112,6 +118,12 @@ class EngineClient:
     @property
     def death(self) -> EngineDeadError | None:
         """Why no request can be served any more."""
+        return self._death
+
+    async def wait_death(self) -> EngineDeadError:
+        """Why no request can be served any more, once that is so."""
+        await self._died.wait()
+        assert self._death is not None
         return self._death
 
     @property
@@ -151,6 +163,15 @@ class EngineClient:
         if self.is_alive:
             self._send(Release(request_id))
 
+    async def bury(self) -> None:
+        """Clear away what is left of an engine that has died. Idempotent."""
+        assert not self.is_alive, "the engine lives"
+        for task in (self._reading, self._watching):
+            if task is not None:
+                task.cancel()
+        self._writer.transport.abort()
+        await asyncio.to_thread(self._engine.stop, _ABANDON_GRACE_S)
+
     async def stop(self) -> None:
         """End the engine. Whoever still waits gets EngineDeadError. Idempotent."""
         if self.is_alive:
@@ -175,7 +196,7 @@ class EngineClient:
 
     def _require_alive(self) -> None:
         if self._death is not None:
-            raise EngineDeadError(str(self._death))
+            raise EngineDeadError(str(self._death), self._death.retry_after_s)
 
     async def _read(self) -> list[FromEngine]:
         """The next messages; none at the end of the stream."""
@@ -210,14 +231,14 @@ class EngineClient:
                 assert isinstance(message, Updates), f"unexpected {type(message).__name__}"
                 self._dispatch(message)
         await self._wait_for_end()
-        self._die(EngineDeadError(f"the engine ended {self._engine.describe_end()}; restart the server"))
+        self._die(self._lost(f"the engine ended {self._engine.describe_end()}"))
 
     async def _end_silence(self, silence_s: float) -> None:
         """Ends an engine that says nothing for so long: rank 0 watches the other ranks, and nobody else watches it."""
         while self.is_alive:
             await asyncio.sleep(_SILENCE_CHECK_S)
             if time.monotonic() - self._progress_at > silence_s:
-                self._die(EngineDeadError(f"the engine has said nothing for {silence_s:.0f} s; restart the server"))
+                self._die(self._lost(f"the engine has said nothing for {silence_s:.0f} s"))
                 await asyncio.to_thread(self._engine.stop, 0.0)
 
     def _dispatch(self, message: Updates) -> None:
@@ -240,10 +261,16 @@ class EngineClient:
             self.cancel(update.request_id)
             sink.fail(TokenSpeedError("internal error while processing the output of this request"))
 
+    def _lost(self, what: str) -> EngineDeadError:
+        """The end that nobody asked for. A new engine would need about as long as this one did."""
+        retry_after_s = min(max(1, math.ceil(self._start_s)), _RETRY_AFTER_S_MAX)
+        return EngineDeadError(what, retry_after_s)
+
     def _die(self, error: EngineDeadError) -> None:
         if self._death is not None:
             return
         self._death = error
+        self._died.set()
         self.stats = EngineStats(total_blocks=self.stats.total_blocks, host_total_blocks=self.stats.host_total_blocks)
         sinks, self._sinks = self._sinks, {}
         for sink in set(sinks.values()):

@@ -37,7 +37,14 @@ class PoolSize:
 class Metrics:
     """All metrics of one served model. `read_stats` is called at each scrape and must not block."""
 
-    def __init__(self, model_name: str, pool: PoolSize, read_stats: Callable[[], EngineStats], engine: str = "0"):
+    def __init__(
+        self,
+        model_name: str,
+        pool: PoolSize,
+        read_stats: Callable[[], EngineStats],
+        engine: str = "0",
+        read_restarts: Callable[[], int] = lambda: 0,
+    ):
         self._labels = (model_name, engine)
         self._ttft = _histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
         self._inter_token = _histogram("inter_token_latency_seconds", "Between tokens", _TOKEN_LATENCY_S)
@@ -52,7 +59,7 @@ class Metrics:
         )
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_BothNames(self._request_metrics()))
-        self.registry.register(_BothNames([_EngineGauges(self._labels, pool, read_stats)]))
+        self.registry.register(_BothNames([_EngineGauges(self._labels, pool, read_stats, read_restarts)]))
 
     def observe_start(self, n: int, max_tokens: int | None) -> None:
         """A request came in."""
@@ -108,8 +115,14 @@ class _BothNames(Collector):
 class _EngineGauges(Collector):
     """The engine's counters and gauges, read at the scrape."""
 
-    def __init__(self, labels: tuple[str, str], pool: PoolSize, read_stats: Callable[[], EngineStats]) -> None:
-        self._labels, self._pool, self._read_stats = labels, pool, read_stats
+    def __init__(
+        self,
+        labels: tuple[str, str],
+        pool: PoolSize,
+        read_stats: Callable[[], EngineStats],
+        read_restarts: Callable[[], int],
+    ) -> None:
+        self._labels, self._pool, self._read_stats, self._read_restarts = labels, pool, read_stats, read_restarts
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
@@ -130,6 +143,7 @@ class _EngineGauges(Collector):
         yield self._counter("generation_tokens", "Tokens generated", stats.generated_tokens)
         yield self._counter("num_preemptions", "Requests put back to the queue", stats.num_preemptions)
         yield self._counter("num_steps", "Engine steps", stats.num_steps)
+        yield self._counter("engine_restarts", "Engines started in place of a dead one", self._read_restarts())
         info = GaugeMetricFamily("cache_config_info", "The KV pool", labels=(*_LABELS, "block_size", "num_gpu_blocks"))
         info.add_metric((*self._labels, str(self._pool.block_size), str(self._pool.num_blocks)), 1)
         yield info

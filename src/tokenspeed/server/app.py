@@ -75,7 +75,7 @@ def create_app(llm: ServedLLM, config: ServerConfig, *, patience: Patience | Non
     name = served_name(llm)
     num_blocks = llm.info.num_kv_blocks * llm.config.parallel.dp_attention  # a pool a partition
     pool = PoolSize(num_blocks, llm.info.block_size)
-    metrics = Metrics(name, pool, lambda: llm.stats)
+    metrics = Metrics(name, pool, lambda: llm.stats, read_restarts=lambda: llm.num_restarts)
     dialect = _dialect(llm, config)
     served = Served(llm, config, name, metrics, int(time.time()), dialect, patience or Patience())
     middleware = [Middleware(_KeyCheck, api_key=config.api_key)] if config.api_key else []

@@ -70,7 +70,9 @@ def _classified(error: BaseException) -> Failure:
             headers = {"retry-after": str(error.retry_after_s)}
             return _failure(429, str(error), "rate_limit_error", None, "overloaded", headers)
         case EngineDeadError():
-            return _failure(503, str(error), "server_error", None, "engine_dead")
+            again = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+            message = f"{error}; send the request again" if again else str(error)
+            return _failure(503, message, "server_error", None, "engine_dead", again)
         case GenerationError():
             return _failure(500, str(error), "server_error", None, "generation_failed")
         case HttpError():

@@ -13,44 +13,43 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import uvicorn
 
-from tokenspeed.core.config import EngineConfig, ServerConfig
+from tokenspeed.core.config import EngineConfig, ServerConfig, launched_rank
 from tokenspeed.core.errors import ConfigError, PortInUseError, StartError
 from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.server.app import create_app, served_name
 from tokenspeed.server.http import DRAIN_S, http_config, run
+from tokenspeed.server.supervisor import EngineEndedError, RestartPolicy, supervise
 
 ProgressFn = Callable[[str, int, int, str], None]
 
-_WATCH_EVERY_S = 0.25
 _BACKLOG = 2048
 _PORT_MAX = 65535
 _log = logging.getLogger(__name__)
 
 
-class EngineEndedError(StartError):
-    """The engine ended while serving; the program ends with it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How to serve. announce is called once with the banner when requests can come."""
+    """How to serve. announce is called once with the banner when requests can come. restarts: what is done about an
+    engine that dies, unless a launcher started the ranks."""
 
     engine: EngineConfig
     server: ServerConfig
     progress: ProgressFn | None
     announce: Callable[[str], None]
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 def serve(serving: Serving) -> int:
     """Serve until SIGINT or SIGTERM; 0 after an orderly end, 128 + signal when still loading.
 
-    Raises StartError: PortInUseError before anything is loaded, EngineEndedError when the engine dies.
+    Raises StartError: PortInUseError before anything is loaded, EngineEndedError when the engine dies and
+    starting it again is no use.
     """
     with contextlib.closing(bind(serving.server.host, serving.server.port)) as sock:
         return run(_serve(serving, sock))
@@ -143,24 +142,27 @@ async def _serve_http(serving: Serving, sock: socket.socket, llm: AsyncLLM, stop
     server = _Server(http_config(create_app(llm, serving.server)))
     serving.announce(banner(llm.info, served_name(llm), address_of(sock, serving.server.host)))
     http = asyncio.ensure_future(server.serve(sockets=[sock]))
-    dead = asyncio.ensure_future(_until_dead(llm))
+    lost = asyncio.ensure_future(_until_lost(llm, serving.restarts))
     asked = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({http, dead, asked}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({http, lost, asked}, return_when=asyncio.FIRST_COMPLETED)
     if asked.done():
         _log.info("stopping; running requests have %d s to finish, press Ctrl-C again to drop them", DRAIN_S)
         stop.on_second(lambda: setattr(server, "force_exit", True))
-    engine_ended = dead.done()
     server.should_exit = True
-    for task in (dead, asked):
+    for task in (lost, asked):
         task.cancel()
     await http
-    if engine_ended:
-        raise EngineEndedError(f"the engine has ended, and the server with it: {llm.death}")
+    (end, _) = await asyncio.gather(lost, asked, return_exceptions=True)
+    if isinstance(end, Exception):  # not a cancellation
+        raise end
 
 
-async def _until_dead(llm: AsyncLLM) -> None:
-    while llm.is_alive:
-        await asyncio.sleep(_WATCH_EVERY_S)
+async def _until_lost(llm: AsyncLLM, restarts: RestartPolicy) -> NoReturn:
+    """Raises EngineEndedError when there is no engine and will be none. Ranks that a launcher started cannot be started
+    again from here: their server ends with them."""
+    if launched_rank() is None:
+        await supervise(llm, restarts)
+    raise EngineEndedError(f"the engine has ended, and the server with it: {await llm.wait_death()}")
 
 
 class _StopSignals:

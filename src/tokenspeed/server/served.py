@@ -61,6 +61,9 @@ class ServedLLM(Protocol):
     def is_alive(self) -> bool: ...
 
     @property
+    def num_restarts(self) -> int: ...
+
+    @property
     def last_progress_s(self) -> float: ...
 
     def generate(

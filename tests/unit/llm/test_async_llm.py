@@ -26,7 +26,7 @@ from tokenspeed.core.errors import (
     OverloadedError,
     TokenizerError,
 )
-from tokenspeed.core.request import PRIORITY_ABS_MAX, FinishReason, SamplingParams
+from tokenspeed.core.request import PRIORITY_ABS_MAX, FinishReason, Retention, SamplingParams
 from tokenspeed.engine.process import EngineProcess
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.llm.input_processor import ChatPrompt, Prompt, TextPrompt, TokensPrompt
@@ -314,3 +314,31 @@ def test_starts_that_fail_leave_nothing_behind(folder: Path, tmp_path: Path) -> 
     (bare / "script.json").write_text('{"replies": []}')
     with pytest.raises(TokenizerError):
         start(config(bare))
+
+
+def test_an_engine_is_started_again_at_the_size_it_had(folder: Path) -> None:
+    measured = EngineConfig(model=ModelConfig(model=str(folder), load_format="scripted"))
+    with started(measured) as run:
+
+        async def scenario() -> None:
+            sizes = run.llm.info.num_kv_blocks, run.llm.info.max_num_batched_tokens, run.llm.info.max_model_len
+            kept = Retention("a session", ttl_s=60.0)
+            async for _ in run.llm.generate(chat("emoji"), request_id="kept", retain=kept):
+                pass
+            while run.llm.stats.num_held == 0:
+                await asyncio.sleep(0.01)
+            assert run.llm.num_restarts == 0
+            engine = run.llm._client._engine
+            assert isinstance(engine, EngineProcess)
+            os.kill(engine.pid, signal.SIGKILL)
+            death = await run.llm.wait_death()
+            assert "SIGKILL" in str(death) and death.retry_after_s is not None and death.retry_after_s >= 1
+            await run.llm.restart()
+            assert run.llm.is_alive and run.llm.num_restarts == 1 and run.llm.stats.num_held == 0
+            run.llm.retain("kept", 60.0)
+            run.llm.release("kept")
+            info = run.llm.info
+            assert (info.num_kv_blocks, info.max_num_batched_tokens, info.max_model_len) == sizes
+            assert (await run.whole(chat("emoji"))).outputs[0].text == "naïve 🧪 東京"
+
+        run(scenario())

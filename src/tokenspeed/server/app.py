@@ -46,6 +46,7 @@ from tokenspeed.server.errors import ErrorBody, Failure, HttpError, failure_of
 from tokenspeed.server.generation import Job, new_id
 from tokenspeed.server.model_list import list_models, model_headers, show_model
 from tokenspeed.server.openapi import Operation, Rules, document
+from tokenspeed.server.request_ids import RequestIds
 from tokenspeed.server.responses_store import ResponsesStore
 from tokenspeed.server.sampling import request_priority
 from tokenspeed.server.served import Patience, Served, ServedLLM
@@ -83,6 +84,7 @@ def create_app(llm: ServedLLM, config: ServerConfig, *, patience: Patience | Non
         origins = list(config.cors_origins)
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
+    middleware.insert(0, Middleware(RequestIds))
     return Starlette(routes=_routes(served), middleware=middleware, exception_handlers={HTTPException: _http_exception})
 
 

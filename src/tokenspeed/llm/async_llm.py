@@ -18,7 +18,7 @@ import msgspec
 from tokenspeed.checkpoints import ModelSource, open_model
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import EngineDeadError, OverloadedError, StartError, TokenizerError
-from tokenspeed.core.ipc import NUM_RETAINED_MAX, EngineInfo, EngineStats
+from tokenspeed.core.ipc import NUM_RETAINED_MAX, CacheChanges, EngineInfo, EngineStats
 from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.engine.process import Engine, EngineProcess, InProcessEngine
 from tokenspeed.llm.engine_client import EngineClient, ProgressFn
@@ -55,6 +55,7 @@ class AsyncLLM:
         self._num_restarts = 0
         self._serials = itertools.count()
         self._retained: dict[str, str] = {}
+        self._on_cache: Callable[[CacheChanges | None], None] | None = None
         self._default_params = SamplingParams(**default_sampling(source))  # type: ignore[arg-type]
         self._encoding = asyncio.Semaphore(1)
 
@@ -204,6 +205,14 @@ class AsyncLLM:
         if engine_id is not None:
             self._client.release(engine_id)
 
+    def watch_cache(self, on_changes: Callable[[CacheChanges | None], None] | None) -> None:
+        """Call with what the prefix cache gains and loses from now on; the first message comes soon and is empty. None
+        to it says that all has gone, with its engine. None for it ends the watch. The configuration of the cache must
+        have events."""
+        assert self.config.cache.events, "the engine was started without cache events"
+        self._on_cache = on_changes
+        self._client.watch_cache(on_changes)
+
     async def restart(self) -> None:
         """Start an engine in place of the one that has died, of the same size whatever memory is free now; what that
         one ran, held or had cached is lost. Raises the StartError that the new one meets."""
@@ -216,6 +225,9 @@ class AsyncLLM:
         self._client = client
         self._retained.clear()
         self._num_restarts += 1
+        if self._on_cache is not None:
+            self._on_cache(None)
+            client.watch_cache(self._on_cache)
 
     async def shutdown(self) -> None:
         """End the engine; whoever still waits gets EngineDeadError. Idempotent."""

@@ -16,6 +16,7 @@ from typing import Protocol
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import START_ERRORS, EngineDeadError, StartError, TokenSpeedError
 from tokenspeed.core.ipc import (
+    CacheChanges,
     Cancel,
     EngineInfo,
     EngineStats,
@@ -31,6 +32,7 @@ from tokenspeed.core.ipc import (
     Submit,
     ToEngine,
     Updates,
+    WatchCache,
     decode_from_engine,
     encode_frame,
 )
@@ -78,6 +80,7 @@ class EngineClient:
         self._reading: asyncio.Task[None] | None = None
         self._progress_at = time.monotonic()
         self._watching: asyncio.Task[None] | None = None
+        self._on_cache: Callable[[CacheChanges], None] | None = None
 
     @classmethod
     async def start(
@@ -152,6 +155,12 @@ class EngineClient:
         """End the sequence at its first keep_tokens generated tokens; no further update of it is delivered."""
         if self._sinks.pop(request_id, None) is not None and self.is_alive:
             self._send(Finish(request_id, keep_tokens))
+
+    def watch_cache(self, on_changes: Callable[[CacheChanges], None] | None) -> None:
+        """Call with what the prefix cache gains and loses from now on; None ends it. See core.ipc.WatchCache."""
+        self._on_cache = on_changes
+        if self.is_alive:
+            self._send(WatchCache(on_changes is not None))
 
     def retain(self, request_id: str, ttl_s: float) -> None:
         """Keep the sequence's pages for ttl_s seconds from now, at its end or after it; see core.ipc.Retain."""
@@ -228,6 +237,9 @@ class EngineClient:
     async def _read_updates(self) -> None:
         while messages := await self._read():
             for message in messages:
+                if isinstance(message, CacheChanges):
+                    self._tell_cache(message)
+                    continue
                 assert isinstance(message, Updates), f"unexpected {type(message).__name__}"
                 self._dispatch(message)
         await self._wait_for_end()
@@ -251,6 +263,10 @@ class EngineClient:
             if update.finish_reason is not None:
                 del self._sinks[update.request_id]
             self._deliver(sink, update)
+
+    def _tell_cache(self, changes: CacheChanges) -> None:
+        if self._on_cache is not None:  # else the watch ended while the message was on its way
+            self._on_cache(changes)
 
     def _deliver(self, sink: Sink, update: SequenceUpdate) -> None:
         """A fault in one stream's text must not end the others: it ends that stream, and is logged as the bug it is."""

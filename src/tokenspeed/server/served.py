@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from tokenspeed.checkpoints import ModelSource
 from tokenspeed.core.config import EngineConfig, ServerConfig
-from tokenspeed.core.ipc import EngineInfo, EngineStats
+from tokenspeed.core.ipc import CacheChanges, EngineInfo, EngineStats
 from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.llm.input_processor import Prompt, TextCodec
 from tokenspeed.llm.outputs import RequestOutput
@@ -76,6 +76,10 @@ class ServedLLM(Protocol):
         retain: Retention | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come; closing the generator cancels the request."""
+        ...
+
+    def watch_cache(self, on_changes: Callable[[CacheChanges | None], None] | None) -> None:
+        """Call with what the prefix cache gains and loses; None ends it."""
         ...
 
     def release(self, request_id: str) -> None:

@@ -445,19 +445,62 @@ def test_a_call_that_is_not_complete_is_content(name: str, text: str) -> None:
     assert read(name, text) == [ContentDelta(text)]
 
 
-# Calls in a fence.
+# Calls in a fence, and calls that are the whole answer.
 
-FENCED = sorted({*names()} - {"gpt_oss"})
-
-
-@pytest.mark.parametrize("name", FENCED)
-def test_a_fenced_call_of_a_given_tool_is_understood(name: str) -> None:
-    call = '{"name": "ls_dir", "arguments": {"p": "```"}}'
-    assert said(read(name, f"Sure:\n```json\n{call}\n```\n")) == ("", "Sure:", [("ls_dir", {"p": "```"})])
-    assert said(read(name, f"```json\n[{call}, {call}]")) == ("", "", [("ls_dir", {"p": "```"})] * 2)
+CALL = '{"name": "ls_dir", "arguments": {"p": "```"}}'
 
 
-@pytest.mark.parametrize("name", FENCED)
+def answer(name: str, text: str) -> str:
+    """The text as the answer of a message of this dialect."""
+    return f"<|channel|>final<|message|>{text}" if name == "gpt_oss" else text
+
+
+@pytest.mark.parametrize("sound", [False, True])
+@pytest.mark.parametrize("name", names())
+def test_a_fenced_call_of_a_given_tool_is_understood(name: str, sound: bool) -> None:
+    for text, before, num_calls in (
+        (f"Sure:\n```json\n{CALL}\n```\n", "Sure:", 1),
+        (f"```json\n[{CALL}, {CALL}]", "", 2),
+        (f"```\n{CALL}\n```\n```tool_call\n{CALL}```", "", 2),
+        (f"```python\nx\n```\n```json\n{CALL}\n```", "```python\nx\n```", 1),
+    ):
+        deltas = read(name, answer(name, text), sound_calls=sound)
+        assert said(deltas) == ("", before, [("ls_dir", {"p": "```"})] * num_calls)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("text", ["%s", "\n%s\n", "[%s]", " [ %s , %s ] "])
+def test_calls_that_are_the_whole_answer_are_understood(name: str, text: str) -> None:
+    whole = text.replace("%s", CALL)
+    calls = [("ls_dir", {"p": "```"})] * text.count("%s")
+    assert said(read(name, answer(name, whole))) == ("", "", calls)
+    others = [f"As in {whole}", whole.replace("ls_dir", "other"), whole.rstrip()[:-1]]
+    if name != "llama3_json":  # whose own form the bare object is
+        others.append(f"{whole} is an example")
+    for other in others:
+        assert said(read(name, answer(name, other)))[2] == [], other
+        assert said(read(name, answer(name, other), tools={}))[2] == [], other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_call"),
+    [
+        *(('{"p": "x", "n": 1}', True), ('{"p": "x", "n": 1.0}', True), ('{"p": "x", "ratio": 1}', True)),
+        *(('{"p": "x", "maybe": null}', True), ('{"p": "x", "more": []}', True), ('{"p": "x", "where": {}}', True)),
+        *(('{"p": 1}', False), ('{"p": "x", "n": "1"}', False), ('{"p": "x", "n": 1.5}', False)),
+        *(('{"p": "x", "flag": 1}', False), ('{"p": "x", "where": []}', False), ('{"n": 1}', False)),
+        *(('{"p": null}', False), ('{"p": "x", "level": 1}', False), ("[]", False)),
+    ],
+)
+def test_only_arguments_that_fit_their_schema_make_an_answer_a_call(arguments: str, is_call: bool) -> None:
+    text = f'{{"name": "ls_dir", "arguments": {arguments}}}'
+    for form in (text, f"```json\n{text}\n```"):
+        calls = [("ls_dir", json.loads(arguments))] if is_call else []
+        assert said(read("none", form)) == ("", "" if is_call else form, calls)
+    assert said(read("hermes", f"<tool_call>{text}</tool_call>"))[2] or arguments == "[]"
+
+
+@pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize(
     "body",
     [
@@ -468,16 +511,15 @@ def test_a_fenced_call_of_a_given_tool_is_understood(name: str) -> None:
 def test_other_fences_are_content(name: str, body: str) -> None:
     text = f"A file:\n```json\n{body}\n```\nDone."
     for sound in (False, True):
-        assert read(name, text, sound_calls=sound) == [ContentDelta(text)]
+        assert read(name, answer(name, text), sound_calls=sound) == [ContentDelta(text)]
 
 
-@pytest.mark.parametrize("text", ["%s", "\n%s\n", "<tools>\n%s\n</tools>", "<tool_calls>[%s]</tool_calls>", "[%s]"])
-def test_hermes_reads_the_bare_object_of_small_models(text: str) -> None:
+@pytest.mark.parametrize("text", ["<tools>\n%s\n</tools>", "<tool_calls>[%s]</tool_calls>"])
+def test_hermes_reads_other_tags_of_small_models(text: str) -> None:
     call = '{"name": "ls_dir", "arguments": {"p": "x"}}'
     assert said(read("hermes", text % call)) == ("", "", [("ls_dir", {"p": "x"})])
     other = text % '{"name": "Ada"}'
     assert read("hermes", other) == [ContentDelta(other)]
-    assert read("hermes", f"{call} is an example") == [ContentDelta(f"{call} is an example")]
 
 
 # Streaming.

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of a call that several dialects share: a JSON object with a name in it, and tagged parameters.
-
-Knows the schemas of the request's tools; knows no mark that begins a call.
-"""
+"""Forms of a call that several dialects share and whose arguments are JSON. Knows no mark that begins a call."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container
 
-from tokenspeed.chat.parsers import Context, Schema
 from tokenspeed.chat.parsers import _json as json_reading
 from tokenspeed.chat.parsers._machine import Output, Reader
-from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner, Sink
+from tokenspeed.chat.parsers._scanner import Reading, Scanner, Sink
+from tokenspeed.chat.parsers._schema import fits
 
 NAME = re.compile(r"[^\s<>\"'{}()\[\]=|]+")
+FENCE = "```"
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _CALL_KEYS = frozenset(("name", "type", "id", *_ARGUMENT_KEYS))
 
@@ -113,182 +110,52 @@ def section(opening: str, opens: str, close: str, reader: Reader) -> dict[str, R
     return {opening: read, opens: rest}
 
 
-def whole_call(context: Context, close: str = "") -> Reader:
+def whole_call(scanner: Scanner, out: Output) -> Reading[bool]:
+    """Read calls that are the rest of the text, see `whole_call_until`."""
+    return (yield from whole_calls(scanner, out))
+
+
+def whole_call_until(*closes: str) -> Reader:
     """A reader of one object or a list of them in a place where answers stand too: all of it must be calls of given
-    tools with the arguments that they require, up to `close` or the end of the text."""
+    tools with arguments that fit their schemas, up to one of `closes` or the end of the text."""
 
     def read(scanner: Scanner, out: Output) -> Reading[bool]:
         yield from scanner.space()
-        separator = yield from scanner.accept("[")
-        is_list = bool(separator)
-        while True:
-            yield from scanner.space()
-            if not (yield from named_object(scanner, out, known=context.tools, tentative=True)):
-                return False
-            yield from scanner.space()
-            if not is_list:
-                break
-            separator = yield from scanner.accept(",", "]")
-            if separator != ",":
-                break
-        if is_list and separator != "]":
-            return False
-        yield from scanner.space()
-        if (yield from scanner.peek()) and not (close and (yield from scanner.accept(close))):
-            return False
-        if not all(_has_required(context.tools[name], text) for name, text in out.calls()):
-            return False
-        out.commit()
-        return True
+        return (yield from whole_calls(scanner, out, closes))
 
     return read
 
 
-def fences(context: Context) -> dict[str, Reader]:
-    """Readers of calls that a model puts in a fence where the form of its template was expected, by their marks."""
-    return {"```json": whole_call(context, "```")}
+def fence(close: str) -> Reader:
+    """A reader of calls that a model puts in a fence where the form of its template was expected."""
+    read = whole_call_until(close)
+
+    def read_after_language(scanner: Scanner, out: Output) -> Reading[bool]:
+        yield from scanner.accept(*_FENCE_LANGUAGES)
+        return (yield from read(scanner, out))
+
+    return read_after_language
 
 
-def _has_required(schema: Schema, text: str) -> bool:
-    try:
-        values = json_reading.parsed(text)
-    except ValueError:
-        return False
-    required = schema.get("required")
-    return isinstance(values, dict) and all(key in values for key in (required if isinstance(required, list) else ()))
+_FENCE_LANGUAGES = ("json", "tool_calls", "tool_call")
 
 
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """How one parameter is tagged: open KEY key_close, then, if there is one, value_open, VALUE close. after: what may
-    follow close; anything else means that close was part of the value. lines: a line break at either end of VALUE is
-    layout."""
-
-    open: str
-    key_close: str
-    close: str
-    after: tuple[str, ...]
-    value_open: str = ""
-    lines: bool = False
-    marks: Marks = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "marks", Marks((self.close,)))
-
-
-_KEY = re.compile(r"[^<>\"\r\n]+")
-
-
-def tagged_parameters(scanner: Scanner, out: Output, schema: Schema, tags: Tags) -> Reading[bool]:
-    """Read parameters until something else comes, as the arguments of the call that began last."""
-    keys: set[str] = set()
-    yield from scanner.space()
-    while (yield from scanner.accept(tags.open)):
-        key = (yield from scanner.word(_KEY)).strip()
-        if not key or key in keys or not (yield from scanner.accept(tags.key_close)):
-            return False
-        if tags.value_open:
-            yield from scanner.space()
-            if not (yield from scanner.accept(tags.value_open)):
-                return False
-        out.arguments(f'{", " if keys else "{"}"{json_reading.quoted(key)}": ')
-        keys.add(key)
-        if not (yield from _tagged_value(scanner, out, _types(schema, key), tags)):
+def whole_calls(scanner: Scanner, out: Output, closes: tuple[str, ...] = (), *, in_list: bool = False) -> Reading[bool]:
+    """Read what `whole_call_until` says. in_list: the bracket of a list has been read."""
+    is_list = in_list or bool((yield from scanner.accept("[")))
+    separator = ","
+    while separator == ",":
+        yield from scanner.space()
+        if not (yield from named_object(scanner, out, known=out.context.tools, tentative=True)):
             return False
         yield from scanner.space()
-    out.arguments("}" if keys else "{}")
+        separator = (yield from scanner.accept(",", "]")) if is_list else ""
+    if is_list and separator != "]":
+        return False
+    yield from scanner.space()
+    if (yield from scanner.peek()) and not (closes and (yield from scanner.accept(*closes))):
+        return False
+    if not all(fits(out.context.tools[name], text) for name, text in out.calls()):
+        return False
+    out.commit()
     return True
-
-
-def _tagged_value(scanner: Scanner, out: Output, types: frozenset[str], tags: Tags) -> Reading[bool]:
-    """Read a value up to and with its closing tag. Text leaves as it comes; what may be another type waits."""
-    is_text = types == {"string"}
-    pieces: list[str] = []
-    sink = _Lines(lambda text: out.arguments(json_reading.quoted(text)) if is_text else pieces.append(text), tags.lines)
-    if tags.lines:
-        yield from scanner.accept("\r\n", "\n")
-    if is_text:
-        out.arguments('"')
-    while True:
-        mark = yield from scanner.until(tags.marks, sink)
-        if not mark:
-            return False
-        if (yield from scanner.follows(tags.after)):
-            break
-        sink(mark)
-    out.arguments('"' if is_text else _typed("".join(pieces), types))
-    return True
-
-
-class _Lines:
-    """A sink that withholds a line break until more comes, if line breaks at the end are layout."""
-
-    def __init__(self, sink: Sink, active: bool) -> None:
-        self._sink = sink
-        self._active = active
-        self._held = ""
-
-    def __call__(self, text: str) -> None:
-        text = self._held + text
-        end = len(text)
-        if self._active:
-            end -= len("\r\n") if text.endswith("\r\n") else int(text.endswith(("\n", "\r")))
-        self._held = text[end:]
-        if end:
-            self._sink(text[:end])
-
-
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-
-
-def _typed(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a tagged value. types: what the schema allows; anything if empty."""
-    stripped = text.strip()
-    candidate = _PYTHON.get(stripped, stripped)
-    try:
-        kind = _type_of(json_reading.parsed(candidate))
-    except ValueError:
-        kind = "string"
-    fits = not types or kind in types or (kind == "integer" and "number" in types)
-    if kind != "string" and (fits or "string" not in types):
-        return candidate
-    return f'"{json_reading.quoted(text)}"'
-
-
-def _type_of(value: object) -> str:
-    if value is None:
-        return "null"
-    kinds = {bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
-    return kinds.get(type(value), "string")
-
-
-def _types(schema: Schema, key: str) -> frozenset[str]:
-    """The types that a parameter may have; empty where the schema does not say."""
-    properties = schema.get("properties")
-    parameter = properties.get(key) if isinstance(properties, Mapping) else None
-    return frozenset(_declared(parameter, schema, 8))
-
-
-def _declared(part: object, root: Schema, depth: int) -> set[str]:
-    if not isinstance(part, Mapping) or not depth:
-        return set()
-    kind = part.get("type")
-    if isinstance(kind, str):
-        return {kind}
-    if isinstance(kind, list):
-        return {one for one in kind if isinstance(one, str)}
-    if isinstance(part.get("enum"), list):
-        return {_type_of(one) for one in part["enum"]}
-    if "const" in part:
-        return {_type_of(part["const"])}
-    for several in ("anyOf", "oneOf", "allOf"):
-        if isinstance(part.get(several), list):
-            each = [_declared(one, root, depth - 1) for one in part[several]]
-            return set().union(*each) if all(each) or several == "allOf" else set()
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: object = root
-        for step in reference[2:].split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        return _declared(target, root, depth - 1)
-    return set()

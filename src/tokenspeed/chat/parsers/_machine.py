@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of a dialect: reasoning, then content with calls in it, as a program over a scanner and an output.
+"""What a parser runs on: a program over a scanner and an output.
 
-A dialect says which marks begin a call and reads one; when its reader says no, all that it read is content. Knows no
-form of a call.
+A program lets readers read calls; when a reader says no, all that it read is content. Knows no form of a call and no
+mark.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from tokenspeed.chat.parsers import (
     ContentDelta,
@@ -20,7 +19,7 @@ from tokenspeed.chat.parsers import (
     ToolCallEnd,
     ToolCallStart,
 )
-from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner
+from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 _SPACES = " \t\r\n"
 _LINE = re.compile(r"[\r\n]")
@@ -175,17 +174,6 @@ Program = Callable[[Scanner, Output], Reading[None]]
 Reader = Callable[[Scanner, Output], Reading[bool]]
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """starts: what reads a call, by the mark that begins it. first: what reads a call that may begin the answer without
-    a mark. think: what opens and closes reasoning. ends_reasoning: marks of `starts` that no reasoning contains."""
-
-    starts: Mapping[str, Reader] = field(default_factory=dict)
-    first: Reader | None = None
-    think: tuple[str, str] = ("<think>", "</think>")
-    ends_reasoning: tuple[str, ...] = ()
-
-
 class Machine:
     """A parser that runs a program."""
 
@@ -222,27 +210,6 @@ class Machine:
         return self._out.take()
 
 
-def conversation(context: Context, dialect: Dialect) -> Machine:
-    """The parser of a dialect whose messages are reasoning, then content with calls in it."""
-    starts = dialect.starts if context.tools else {}
-    first = dialect.first if context.tools else None
-    marks = Marks(starts)
-
-    def program(scanner: Scanner, out: Output) -> Reading[None]:
-        mark = yield from _reasoning(scanner, out, dialect)
-        if first is not None and not mark:
-            yield from scanner.space(out.content)
-            yield from attempt(scanner, out, "", first)
-        while True:
-            mark = mark or (yield from scanner.until(marks, out.content))
-            if not mark:
-                return
-            yield from attempt(scanner, out, mark, starts[mark])
-            mark = ""
-
-    return Machine(context, program)
-
-
 def attempt(scanner: Scanner, out: Output, mark: str, reader: Reader) -> Reading[None]:
     """Let a reader try to read calls after their mark; what it has read and could not use is content."""
     scanner.record(mark)
@@ -250,30 +217,6 @@ def attempt(scanner: Scanner, out: Output, mark: str, reader: Reader) -> Reading
         scanner.forget()
     else:
         out.reject(scanner.recorded())
-
-
-def _reasoning(scanner: Scanner, out: Output, dialect: Dialect) -> Reading[str]:
-    """Read reasoning if the message begins with it. Returns the mark of a call that ended it, or "".
-
-    Marks written twice count once, and so does a block that is closed and was never opened.
-    """
-    opener, closer = dialect.think
-    ends = Marks((closer, *(dialect.ends_reasoning if out.context.tools else ())))
-    spaces: list[str] = []
-    yield from scanner.space(spaces.append)
-    mark = yield from scanner.accept(opener, closer)
-    if not mark and not out.context.starts_in_reasoning:
-        out.content("".join(spaces))
-        return ""
-    mark = mark or opener
-    while mark in (opener, closer):
-        if mark == opener:
-            mark = yield from scanner.until(ends, out.reasoning)
-        if mark == closer:
-            yield from scanner.space()
-            mark = yield from scanner.accept(opener, closer)
-    out.end_reasoning()
-    return mark
 
 
 class _Deltas:

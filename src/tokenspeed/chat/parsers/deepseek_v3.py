@@ -6,8 +6,9 @@ full-width and the gaps are U+2581.
 from __future__ import annotations
 
 from tokenspeed.chat.parsers import CallFormat, Context, Parser
-from tokenspeed.chat.parsers._calls import NAME, arguments, fences, section
-from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._calls import NAME, arguments, section
+from tokenspeed.chat.parsers._frame import Dialect, conversation
+from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN, CLOSE = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
@@ -30,8 +31,7 @@ FORMATS = (
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    starts = {**section(OPEN, CALL, CLOSE, _call), **fences(context)}
-    return conversation(context, Dialect(starts, ends_reasoning=(OPEN,)))
+    return conversation(context, Dialect(section(OPEN, CALL, CLOSE, _call), ends_reasoning=(OPEN,)))
 
 
 def _call(scanner: Scanner, out: Output) -> Reading[bool]:

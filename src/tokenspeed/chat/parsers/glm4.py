@@ -6,9 +6,11 @@ and later. Strings are written without quotes, so types come from the schema.
 from __future__ import annotations
 
 from tokenspeed.chat.parsers import CallFormat, Context, Parser
-from tokenspeed.chat.parsers._calls import NAME, Tags, fences, tagged_parameters
-from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._calls import NAME
+from tokenspeed.chat.parsers._frame import Dialect, conversation
+from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
+from tokenspeed.chat.parsers._tagged import Tags, tagged_parameters
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGS = Tags("<arg_key>", "</arg_key>", "</arg_value>", ("<arg_key>", CLOSE), value_open="<arg_value>")
@@ -18,7 +20,7 @@ FORMATS: tuple[CallFormat, ...] = ()
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    return conversation(context, Dialect({OPEN: _call, **fences(context)}))
+    return conversation(context, Dialect({OPEN: _call}))
 
 
 def _call(scanner: Scanner, out: Output) -> Reading[bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from tokenspeed.chat.parsers import CallFormat, Context, Parser
-from tokenspeed.chat.parsers._calls import arguments
+from tokenspeed.chat.parsers._calls import FENCE, arguments, fence, whole_call_until
 from tokenspeed.chat.parsers._machine import Machine, Output, Reader, attempt
 from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner
 
@@ -19,6 +19,7 @@ SIGNS = ((CHANNEL, MESSAGE),)
 _BEGINS = Marks((START, CHANNEL, *ENDS))
 _HEADER_ENDS = Marks((MESSAGE, START, *ENDS))
 _BODY_ENDS = Marks((START, *ENDS))
+_ANSWER_MARKS = Marks((FENCE, START, *ENDS))
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _JSON = f" <|constrain|>json{MESSAGE}"
@@ -83,13 +84,30 @@ def _messages(scanner: Scanner, out: Output, begin: str) -> Reading[bool]:
         if recipient and (not is_reasoning or recipient[1] in out.context.tools):
             return bool(out.context.tools) and (yield from _call(scanner, out, recipient[1]))
         scanner.forget()
-        end = yield from scanner.until(_BODY_ENDS, out.reasoning if is_reasoning else out.content)
         if is_reasoning:
+            end = yield from scanner.until(_BODY_ENDS, out.reasoning)
             out.end_reasoning()
+        else:
+            end = yield from _content(scanner, out)
         begin = end if end == START else ""
         if begin:
             scanner.record(begin)
     return True
+
+
+def _content(scanner: Scanner, out: Output) -> Reading[str]:
+    """Read the body of an answer up to and with its end, which is returned; calls may stand in it as the frame of
+    other dialects reads them."""
+    if not out.context.tools:
+        return (yield from scanner.until(_BODY_ENDS, out.content))
+    yield from scanner.space(out.content)
+    if (yield from scanner.peek()) in ("{", "["):
+        yield from attempt(scanner, out, "", whole_call_until(*ENDS))
+    while True:
+        mark = yield from scanner.until(_ANSWER_MARKS, out.content)
+        if mark != FENCE:
+            return mark
+        yield from attempt(scanner, out, mark, fence(FENCE))
 
 
 def _call(scanner: Scanner, out: Output, name: str) -> Reading[bool]:

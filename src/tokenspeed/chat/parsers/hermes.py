@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen 2.5 and 3, SmolLM3 and many more.
 
-Small models of this dialect also write the bare object as their whole answer, or put it in <tools>; some others put a
-list of all calls in <tool_calls>.
+Small models of this dialect also put the object in <tools>; some others put a list of all calls in <tool_calls>.
 """
 
 from __future__ import annotations
 
 from tokenspeed.chat.parsers import CallFormat, Context, Parser
-from tokenspeed.chat.parsers._calls import fences, named_object, whole_call
-from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._calls import named_object, whole_call_until
+from tokenspeed.chat.parsers._frame import Dialect, conversation
+from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -19,9 +19,8 @@ FORMATS = (CallFormat(OPEN, f'{OPEN}\n{{"name": "', '", "arguments": ', f"}}\n{C
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    also = {f"<{tag}>": whole_call(context, f"</{tag}>") for tag in ("tools", "tool_calls")}
-    starts = {OPEN: _calls, **also, **fences(context)}
-    return conversation(context, Dialect(starts, first=whole_call(context)))
+    also = {f"<{tag}>": whole_call_until(f"</{tag}>") for tag in ("tools", "tool_calls")}
+    return conversation(context, Dialect({OPEN: _calls, **also}))
 
 
 def _calls(scanner: Scanner, out: Output) -> Reading[bool]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 
 from tokenspeed.chat.parsers import CallFormat, Context, Parser
-from tokenspeed.chat.parsers._calls import NAME, arguments, fences, section
-from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._calls import NAME, arguments, section
+from tokenspeed.chat.parsers._frame import Dialect, conversation
+from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -22,8 +23,7 @@ FORMATS = (CallFormat(CALL, f"{CALL}functions.", ":", CALL_CLOSE, number_end=ARG
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    starts = {**section(OPEN, CALL, CLOSE, _call), **fences(context)}
-    return conversation(context, Dialect(starts, ends_reasoning=(OPEN,)))
+    return conversation(context, Dialect(section(OPEN, CALL, CLOSE, _call), ends_reasoning=(OPEN,)))
 
 
 def _call(scanner: Scanner, out: Output) -> Reading[bool]:

@@ -7,8 +7,9 @@ Without the mark only the name of a given tool tells a call from an answer in JS
 from __future__ import annotations
 
 from tokenspeed.chat.parsers import CallFormat, Context, Parser
-from tokenspeed.chat.parsers._calls import fences, named_object
-from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._calls import named_object
+from tokenspeed.chat.parsers._frame import Dialect, conversation
+from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN = "<|python_tag|>"
@@ -26,7 +27,7 @@ def build(context: Context) -> Parser:
     def bare(scanner: Scanner, out: Output) -> Reading[bool]:
         return _calls(scanner, out, known_only=True)
 
-    return conversation(context, Dialect({OPEN: _calls, **fences(context)}, first=bare))
+    return conversation(context, Dialect({OPEN: _calls}, first={"{": bare}))
 
 
 def _calls(scanner: Scanner, out: Output, known_only: bool = False) -> Reading[bool]:

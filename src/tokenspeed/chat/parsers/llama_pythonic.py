@@ -11,8 +11,9 @@ import re
 from tokenspeed.chat.parsers import CallFormat, Context, Parser
 from tokenspeed.chat.parsers import _json as json_reading
 from tokenspeed.chat.parsers import _python as python_reading
-from tokenspeed.chat.parsers._calls import fences
-from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._calls import whole_calls
+from tokenspeed.chat.parsers._frame import Dialect, conversation
+from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
@@ -27,7 +28,7 @@ def build(context: Context) -> Parser:
     def bare(scanner: Scanner, out: Output) -> Reading[bool]:
         return _calls(scanner, out, known_only=True)
 
-    return conversation(context, Dialect({OPEN: _calls, **fences(context)}, first=bare))
+    return conversation(context, Dialect({OPEN: _calls}, first={"[": bare}))
 
 
 def _calls(scanner: Scanner, out: Output, known_only: bool = False) -> Reading[bool]:
@@ -35,6 +36,9 @@ def _calls(scanner: Scanner, out: Output, known_only: bool = False) -> Reading[b
     separator = yield from scanner.accept("[")
     if not separator:
         return False
+    yield from scanner.space()
+    if known_only and (yield from scanner.peek()) == "{":
+        return (yield from whole_calls(scanner, out, in_list=True))
     while separator in ("[", ","):
         yield from scanner.space()
         if not (yield from _call(scanner, out, known_only)):

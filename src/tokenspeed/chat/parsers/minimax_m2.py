@@ -6,9 +6,11 @@ M2. Strings are written without quotes, so types come from the schema.
 from __future__ import annotations
 
 from tokenspeed.chat.parsers import CallFormat, Context, Parser
-from tokenspeed.chat.parsers._calls import NAME, Tags, fences, tagged_parameters
-from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._calls import NAME
+from tokenspeed.chat.parsers._frame import Dialect, conversation
+from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
+from tokenspeed.chat.parsers._tagged import Tags, tagged_parameters
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, INVOKE_CLOSE = '<invoke name="', "</invoke>"
@@ -20,7 +22,7 @@ FORMATS: tuple[CallFormat, ...] = ()
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    return conversation(context, Dialect({OPEN: _calls, **fences(context)}))
+    return conversation(context, Dialect({OPEN: _calls}))
 
 
 def _calls(scanner: Scanner, out: Output) -> Reading[bool]:

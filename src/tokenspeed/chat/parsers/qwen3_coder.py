@@ -7,9 +7,11 @@ Values are written without quotes, so their types come from the schema.
 from __future__ import annotations
 
 from tokenspeed.chat.parsers import CallFormat, Context, Parser
-from tokenspeed.chat.parsers._calls import NAME, Tags, fences, tagged_parameters
-from tokenspeed.chat.parsers._machine import Dialect, Output, conversation
+from tokenspeed.chat.parsers._calls import NAME
+from tokenspeed.chat.parsers._frame import Dialect, conversation
+from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
+from tokenspeed.chat.parsers._tagged import Tags, tagged_parameters
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_CLOSE = "<function=", "</function>"
@@ -29,7 +31,7 @@ def build(context: Context) -> Parser:
         yield from scanner.accept(CLOSE)
         return True
 
-    return conversation(context, Dialect({OPEN: _calls, FUNCTION: bare, **fences(context)}))
+    return conversation(context, Dialect({OPEN: _calls, FUNCTION: bare}))
 
 
 def _calls(scanner: Scanner, out: Output) -> Reading[bool]:

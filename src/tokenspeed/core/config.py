@@ -161,6 +161,24 @@ def hub_endpoint() -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """Where spans go: the URL of an OpenTelemetry collector, and how it is spoken to."""
+
+    url: str
+    protocol: str
+
+
+def trace_settings() -> TraceSettings | None:
+    """OTEL_EXPORTER_OTLP_ENDPOINT and what goes with it; None where no spans are wanted."""
+    url = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if not url or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    given = [os.environ[name] for name in names if os.environ.get(name)]
+    return TraceSettings(url, given[0] if given else "http/protobuf")
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchedRank:
     """This process among those that a launcher such as torchrun has started, on all hosts and on this one.
     master_host: the host of rank 0, as the others reach it."""

@@ -12,6 +12,8 @@ ROOT = "tokenspeed"
 _FORMAT = "%(asctime)s %(levelname)-7s %(room)s: %(message)s"
 _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 _HANDLER_NAME = "tokenspeed"
+_KEY_CHARS_MAX = 40
+_KEY_ENDS = 16
 
 
 class _Formatter(logging.Formatter):
@@ -40,7 +42,10 @@ def set_up_logging(*, debug: bool = False, stream: TextIO | None = None) -> None
 class RequestSummary:
     """What one request was and how long it took. Durations in seconds; None where it never came to that.
 
-    finish_reasons: one a completion. num_generated sums over the completions.
+    finish_reasons: one a completion. num_generated sums over the completions. ttft_s is tokenise_s (from arrival to
+    the engine), queue_s (until the first step that it was part of) and prefill_s (until the first token) together.
+    prefix: how the prompt departed from those before it in its session. parse_s: what reading the reply took; only
+    where spans are wanted.
     """
 
     request_id: str
@@ -51,6 +56,12 @@ class RequestSummary:
     decode_s: float | None
     total_s: float
     finish_reasons: tuple[str, ...]
+    tokenise_s: float | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    session: str | None = None
+    prefix: str | None = None
+    parse_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -61,10 +72,23 @@ class RequestSummary:
 
     def line(self) -> str:
         """The summary as one log line."""
-        ttft = "-" if self.ttft_s is None else f"{self.ttft_s:.3f} s"
         speed = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:.1f} tok/s"
         finish = ",".join(self.finish_reasons) or "-"
-        return (
+        line = (
             f"{self.request_id} prompt {self.num_prompt} cached {self.num_cached} generated {self.num_generated} "
-            f"ttft {ttft} speed {speed} total {self.total_s:.3f} s finish {finish}"
+            f"queue {_seconds(self.queue_s)} ttft {_seconds(self.ttft_s)} decode {_seconds(self.decode_s)} "
+            f"speed {speed} total {self.total_s:.3f} s finish {finish}"
         )
+        if self.session is not None:
+            line += f" session {shown_key(self.session)}"
+        return line if self.prefix is None else f"{line} {self.prefix}"
+
+
+def shown_key(key: str) -> str:
+    """A client's name of something, fit for a line: printable, and its middle left out where it is long."""
+    text = "".join(character if character.isprintable() and character != " " else "?" for character in key)
+    return text if len(text) <= _KEY_CHARS_MAX else f"{text[:_KEY_ENDS]}…{text[-_KEY_ENDS:]}"
+
+
+def _seconds(duration_s: float | None) -> str:
+    return "-" if duration_s is None else f"{duration_s:.3f} s"

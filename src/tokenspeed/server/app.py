@@ -30,6 +30,7 @@ from tokenspeed.chat import parsers
 from tokenspeed.core.config import ServerConfig
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.observability.metrics import CONTENT_TYPE, Metrics, PoolSize
+from tokenspeed.observability.tracing import Tracer, trace_headers
 from tokenspeed.server import (
     anthropic_answers,
     anthropic_messages,
@@ -43,13 +44,14 @@ from tokenspeed.server.chat import Conversation
 from tokenspeed.server.connection import read_struct, while_connected
 from tokenspeed.server.docs_page import docs_page
 from tokenspeed.server.errors import ErrorBody, Failure, HttpError, failure_of
-from tokenspeed.server.generation import Job, new_id
+from tokenspeed.server.generation import Job, Origin, new_id
 from tokenspeed.server.model_list import list_models, model_headers, show_model
 from tokenspeed.server.openapi import Operation, Rules, document
 from tokenspeed.server.request_ids import RequestIds
 from tokenspeed.server.responses_store import ResponsesStore
 from tokenspeed.server.sampling import request_priority
 from tokenspeed.server.served import Patience, Served, ServedLLM
+from tokenspeed.server.session_book import SessionList
 from tokenspeed.server.sessions import hold_for, session_of
 from tokenspeed.server.sse import EventStream
 from tokenspeed.server.turn import reply_to
@@ -71,14 +73,16 @@ class ServerVersion(msgspec.Struct, frozen=True):
     version: str
 
 
-def create_app(llm: ServedLLM, config: ServerConfig, *, patience: Patience | None = None) -> Starlette:
-    """The ASGI application that serves `llm`."""
+def create_app(
+    llm: ServedLLM, config: ServerConfig, *, patience: Patience | None = None, tracer: Tracer | None = None
+) -> Starlette:
+    """The ASGI application that serves `llm`. tracer: where spans of its requests go."""
     name = served_name(llm)
     num_blocks = llm.info.num_kv_blocks * llm.config.parallel.dp_attention  # a pool a partition
     pool = PoolSize(num_blocks, llm.info.block_size)
     metrics = Metrics(name, pool, lambda: llm.stats, read_restarts=lambda: llm.num_restarts)
     dialect = _dialect(llm, config)
-    served = Served(llm, config, name, metrics, int(time.time()), dialect, patience or Patience())
+    served = Served(llm, config, name, metrics, int(time.time()), dialect, patience or Patience(), tracer=tracer)
     middleware = [Middleware(_KeyCheck, api_key=config.api_key)] if config.api_key else []
     if config.cors_origins:
         origins = list(config.cors_origins)
@@ -128,6 +132,7 @@ def _routes(served: Served) -> list[Route]:
         ("GET", "/", _empty),
         ("GET", "/metrics", _metrics),
         ("GET", "/version", _version),
+        ("GET", "/sessions", _sessions),
     ]
     table += [("GET", "/docs", _docs), ("GET", "/openapi.json", partial(_openapi, table))]
     return [Route(path, _endpoint(served, handler), methods=[method]) for method, path, handler in table]
@@ -177,7 +182,8 @@ async def _chat_completions(served: Served, request: Request) -> Response:
     headers = model_headers(served, body.model)
     conversation = openai_chat.read_conversation(body, served.llm)
     fields = (body.session_id, body.prompt_cache_key)
-    job = _chat_job("chatcmpl", served, conversation, session_of(request.headers, fields, conversation))
+    job = _chat_job("chatcmpl", served, request, conversation, session_of(request.headers, fields, conversation))
+    headers |= job.origin.headers()
     reply = reply_to(served, conversation)
     headers["x-request-id"] = job.request_id
     if body.stream:
@@ -199,7 +205,8 @@ async def _messages(served: Served, request: Request) -> Response:
     conversation = anthropic_messages.read_conversation(body, served.llm)
     user_id = (body.metadata or {}).get("user_id")
     session = session_of(request.headers, (user_id,), conversation)
-    job = _chat_job("msg", served, conversation, session, anthropic_messages.cache_ttls(body))
+    job = _chat_job("msg", served, request, conversation, session, ttls=anthropic_messages.cache_ttls(body))
+    headers |= job.origin.headers()
     reply = reply_to(served, conversation)
     headers["request-id"] = job.request_id
     if body.stream:
@@ -236,7 +243,8 @@ async def _responses(store: ResponsesStore, served: Served, request: Request) ->
     headers = model_headers(served, body.model)
     asked = openai_responses.read(body, served.llm, store)
     session = session_of(request.headers, (body.session_id, body.prompt_cache_key), asked.conversation)
-    job = _chat_job("resp", served, asked.conversation, session)
+    job = _chat_job("resp", served, request, asked.conversation, session)
+    headers |= job.origin.headers()
     job = dataclasses.replace(job, request_id=job.request_id.replace("-", "_", 1))  # as the ids of this API look
     reply = reply_to(served, asked.conversation)
     headers["x-request-id"] = job.request_id
@@ -278,14 +286,22 @@ async def _cancel_response(store: ResponsesStore, _: Served, request: Request) -
 
 
 def _chat_job(
-    prefix: str, served: Served, conversation: Conversation, session: str, ttls: Iterable[str | None] = ()
+    prefix: str,
+    served: Served,
+    request: Request,
+    conversation: Conversation,
+    session: str,
+    *,
+    ttls: Iterable[str | None] = (),
 ) -> Job:
     """The parser sees the marks of the model's dialect, so they stay in the text unless the request says otherwise."""
     params = conversation.params
     if served.dialect != _NO_DIALECT and params.skip_special_tokens:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
-    retain = hold_for(session, conversation, ttls)
-    return Job(new_id(prefix), [conversation.prompt()], params, conversation.priority, retain)
+    retain, prompt = hold_for(session, conversation, ttls), conversation.prompt()
+    trace = {} if served.tracer is None else trace_headers(request.headers)
+    origin = Origin(session, served.sessions.compare(session, prompt), trace)
+    return Job(new_id(prefix), [prompt], params, conversation.priority, retain, origin)
 
 
 @Operation(
@@ -300,7 +316,8 @@ async def _completions(served: Served, request: Request) -> Response:
     headers = model_headers(served, body.model)
     prompts = openai_completions.read_prompts(body)
     params = openai_completions.read_params(body, served.llm)
-    job = Job(new_id("cmpl"), prompts, params, priority=request_priority(body))
+    trace = {} if served.tracer is None else trace_headers(request.headers)
+    job = Job(new_id("cmpl"), prompts, params, priority=request_priority(body), origin=Origin(trace=trace))
     headers["x-request-id"] = job.request_id
     if body.stream:
         return EventStream(openai_completions.chunk_frames(served, job, body), served.patience.ping_s, headers)
@@ -349,6 +366,11 @@ async def _empty(_: Served, __: Request) -> Response:
 @Operation("Prometheus metrics", answer=_TEXT).of
 async def _metrics(served: Served, _: Request) -> Response:
     return Response(served.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+@Operation("The sessions that were served lately", answer=SessionList).of
+async def _sessions(served: Served, _: Request) -> Response:
+    return _json(served.sessions.listing(any_held=served.llm.stats.num_held > 0))
 
 
 @Operation("The version", answer=ServerVersion).of

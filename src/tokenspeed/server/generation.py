@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -15,10 +15,11 @@ import msgspec
 from tokenspeed.core.errors import InvalidRequestError, OverloadedError, RequestError
 from tokenspeed.core.request import FinishReason, Retention, SamplingParams
 from tokenspeed.llm.input_processor import Prompt
-from tokenspeed.llm.outputs import CompletionOutput, LogprobEntry, RequestOutput
+from tokenspeed.llm.outputs import CompletionOutput, LogprobEntry, RequestOutput, RequestTimes
 from tokenspeed.observability.logging import RequestSummary
 from tokenspeed.server.connection import merged
 from tokenspeed.server.errors import GenerationError
+from tokenspeed.server.prefix_watch import HEADER
 from tokenspeed.server.served import Served
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,20 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from. session: the key of its session. prefix: how its prompt departs from those before it
+    in the session. trace: the headers of the trace that it is part of."""
+
+    session: str | None = None
+    prefix: str | None = None
+    trace: Mapping[str, str] = field(default_factory=dict)
+
+    def headers(self) -> dict[str, str]:
+        """What the client is told."""
+        return {} if self.prefix is None else {HEADER: self.prefix}
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What one HTTP request asks of the engine. retain: of its pages, should it end well."""
 
@@ -48,6 +63,7 @@ class Job:
     params: SamplingParams
     priority: int = 0
     retain: Retention | None = None
+    origin: Origin = Origin()
 
     @property
     def num_choices(self) -> int:
@@ -57,12 +73,16 @@ class Job:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one HTTP request as they grow."""
+    """Counts of one HTTP request as they grow. finished: how the engine ended each choice, as the wire says it; said:
+    how the reply says that it ended, where that is another thing. parse_s: seconds spent on reading it,
+    where that is measured."""
 
     num_prompt: dict[int, int] = field(default_factory=dict)
     num_cached: dict[int, int] = field(default_factory=dict)
     num_generated: dict[int, int] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
+    said: dict[int, str] = field(default_factory=dict)
+    parse_s: float | None = None
 
     def usage(self) -> Usage:
         """The sums."""
@@ -162,15 +182,20 @@ def _piece(job: Job, prompt_index: int, output: RequestOutput) -> Piece:
 
 
 class _Watch:
-    """Times of one HTTP request: into the metrics as they happen, into one log line at the end."""
+    """Times of one HTTP request: into the metrics as they happen, into its session and one log line at the end."""
 
     def __init__(self, served: Served, job: Job, tally: Tally) -> None:
         self._metrics, self._job, self._tally = served.metrics, job, tally
+        self._sessions, self._session = served.sessions, job.origin.session
+        self._tracer = served.tracer
         self._arrived_s = time.monotonic()
         self._first_token_s: float | None = None
         self._last_token_s: dict[int, float] = {}
         self._was_refused = False
+        self._times: RequestTimes | None = None
         served.metrics.observe_start(job.params.n, job.params.max_tokens)
+        if self._session is not None:
+            self._sessions.began(self._session)
 
     def saw(self, prompt_index: int, output: RequestOutput) -> None:
         """New tokens of a prompt."""
@@ -189,22 +214,36 @@ class _Watch:
                 self._metrics.observe_tokens(num_new, now - self._last_token_s[choice])
             self._last_token_s[choice] = now
             if self._first_token_s is None:
-                self._first_token_s = now
+                self._first_token_s, self._times = now, output.times
                 self._metrics.observe_first_token(now - self._arrived_s)
 
     def refused(self, error: Exception) -> None:
         """The request was turned away before it ran."""
         self._was_refused = True
+        if self._session is not None:
+            self._sessions.refused(self._session)
+        if self._tracer is not None:
+            self._tracer.record(self._summary(), self._job.origin.trace, str(error))
         _log.info("%s refused: %s", self._job.request_id, error)
 
     def end(self) -> None:
         """Nothing more will come."""
         if self._was_refused:
             return
+        job, summary = self._job, self._summary()
+        self._metrics.observe_end(summary)
+        if self._session is not None:
+            self._sessions.ended(self._session, summary, None if job.retain is None else job.retain.ttl_s)
+        _log.info("%s", summary.line())
+        if self._tracer is not None:
+            self._tracer.record(summary, job.origin.trace)
+
+    def _summary(self) -> RequestSummary:
         now, job, tally = time.monotonic(), self._job, self._tally
-        first, last = self._first_token_s, max(self._last_token_s.values(), default=None)
-        reasons = tuple(tally.finished.get(choice, "abort") for choice in range(job.num_choices))
-        summary = RequestSummary(
+        first, last, times = self._first_token_s, max(self._last_token_s.values(), default=None), self._times
+        started = None if times is None else times.started
+        ends = {**tally.finished, **tally.said}
+        return RequestSummary(
             request_id=job.request_id,
             num_prompt=sum(tally.num_prompt.values()),
             num_cached=sum(tally.num_cached.values()),
@@ -212,7 +251,11 @@ class _Watch:
             ttft_s=None if first is None else first - self._arrived_s,
             decode_s=None if first is None or last is None else last - first,
             total_s=now - self._arrived_s,
-            finish_reasons=reasons,
+            finish_reasons=tuple(ends.get(choice, "abort") for choice in range(job.num_choices)),
+            tokenise_s=None if times is None else times.arrived - self._arrived_s,
+            queue_s=None if times is None or started is None else started - times.arrived,
+            prefill_s=None if first is None or started is None else first - started,
+            session=job.origin.session,
+            prefix=job.origin.prefix,
+            parse_s=tally.parse_s,
         )
-        self._metrics.observe_end(summary)
-        _log.info("%s", summary.line())

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tokenspeed.checkpoints import ModelSource
@@ -14,6 +14,8 @@ from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.llm.input_processor import Prompt, TextCodec
 from tokenspeed.llm.outputs import RequestOutput
 from tokenspeed.observability.metrics import Metrics
+from tokenspeed.observability.tracing import Tracer
+from tokenspeed.server.session_book import SessionBook
 
 
 class TokenCodec(TextCodec, Protocol):
@@ -99,7 +101,8 @@ class Patience:
 @dataclass(frozen=True, slots=True)
 class Served:
     """One served model and how it is served. created: Unix time at which serving began. dialect: the name of the parser
-    that reads its replies."""
+    that reads its replies. sessions: what is remembered of those that it serves. tracer: where spans of
+    requests go."""
 
     llm: ServedLLM
     config: ServerConfig
@@ -108,3 +111,5 @@ class Served:
     created: int
     dialect: str
     patience: Patience = Patience()
+    sessions: SessionBook = field(default_factory=SessionBook)
+    tracer: Tracer | None = None

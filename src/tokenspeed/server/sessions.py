@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from tokenspeed.core.request import Retention
 from tokenspeed.server.chat import Conversation
 
@@ -21,10 +23,16 @@ _KEY_CHARS_MAX = 256
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
+class _UserId(msgspec.Struct):
+    """The text of metadata.user_id, where it is an object."""
+
+    session_id: str = ""
+
+
 def session_of(headers: Mapping[str, str], fields: Iterable[object], conversation: Conversation) -> str:
     """The session's key: what the body names, else a header, else a hash of the tools and of the messages up to the
     first of the user. A client's subagents are sessions of their own."""
-    named = [field for field in fields if isinstance(field, str) and field]
+    named = [_named_in(field) for field in fields if isinstance(field, str) and field]
     named += [headers[name] for name in _HEADERS if headers.get(name)]
     if not named:
         return f"prefix:{_digest(_beginning(conversation))}"
@@ -40,6 +48,17 @@ def hold_for(session: str, conversation: Conversation, ttls: Iterable[str | None
         return None
     hinted = [_TTL_S[ttl] for ttl in ttls if ttl in _TTL_S]
     return Retention(session, min(max(hinted, default=HOLD_S), HOLD_MAX_S))
+
+
+def _named_in(field: str) -> str:
+    """Some clients put their session's id into a JSON object, beside what is not of the session."""
+    if not field.startswith("{"):
+        return field
+    try:
+        inner = msgspec.json.decode(field, type=_UserId)
+    except msgspec.DecodeError:
+        return field
+    return inner.session_id or field
 
 
 def _beginning(conversation: Conversation) -> list[str]:

@@ -5,6 +5,7 @@ model's own dialect while it is written. Knows no wire dialect.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def reply_to(served: Served, conversation: Conversation) -> Reply:
 async def news_of(served: Served, job: Job, reply: Reply, tally: Tally) -> AsyncGenerator[News, None]:
     """What each choice says, as it comes. A choice whose parser needs no more text ends there; when all have, what
     still runs is cancelled. Pages are kept only for a reply whose calls have results to come."""
-    readers = [_Reader(reply()) for _ in range(job.num_choices)]
+    make = reply if served.tracer is None else lambda: _TimedParser(reply(), tally)
+    readers = [_Reader(make()) for _ in range(job.num_choices)]
     waits_for_results = False
     async with aclosing(pieces(served, job, tally)) as found:
         async for piece in found:
@@ -72,12 +74,42 @@ async def news_of(served: Served, job: Job, reply: Reply, tally: Tally) -> Async
                 elif reader.is_done:
                     tally.finished[choice] = "stop"
                     end = reader.end("stop", None)
-                waits_for_results |= end is not None and end.reason == "tool_calls"
+                if end is not None and end.reason == "tool_calls":
+                    waits_for_results, tally.said[choice] = True, end.reason
                 yield News(choice, tuple(deltas), completion.logprobs or (), end, piece.output)
             if all(reader.has_ended for reader in readers):
                 break
     if job.retain is not None and not waits_for_results:
         served.llm.release(job.request_id)
+        served.sessions.released(job.retain.session)
+
+
+class _TimedParser:
+    """A parser whose work is timed."""
+
+    def __init__(self, parser: Parser, tally: Tally) -> None:
+        self._parser, self._tally = parser, tally
+
+    @property
+    def done(self) -> bool:
+        return self._parser.done
+
+    @property
+    def withholds(self) -> bool:
+        return self._parser.withholds
+
+    def feed(self, text: str) -> list[Delta]:
+        return self._timed(lambda: self._parser.feed(text))
+
+    def finish(self) -> list[Delta]:
+        return self._timed(self._parser.finish)
+
+    def _timed(self, work: Callable[[], list[Delta]]) -> list[Delta]:
+        began_s = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self._tally.parse_s = (self._tally.parse_s or 0.0) + time.perf_counter() - began_s
 
 
 class _Reader:

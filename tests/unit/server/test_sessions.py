@@ -76,3 +76,10 @@ def test_names_come_from_the_body_then_from_headers_and_agents_are_apart() -> No
     assert session_of({**headers, "x-claude-code-agent-id": "sub"}, (), conversation("a")) == "h/sub"
     long = session_of({}, ("k" * 5000,), conversation("a"))
     assert len(long) < 100 and long == session_of({}, ("k" * 5000,), conversation("b"))
+
+
+def test_a_session_named_inside_an_object_is_that_session() -> None:
+    named = '{"device_id": "d", "account_uuid": "", "session_id": "inner"}'
+    assert session_of({}, (named,), conversation("a")) == "inner"
+    for odd in ('{"device_id": "d"}', '{"session_id": 7}', "{no json"):
+        assert session_of({}, (odd,), conversation("a")) == odd

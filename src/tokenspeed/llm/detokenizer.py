@@ -24,17 +24,22 @@ class IncrementalDetokenizer:
         self._skips_special = skip_special_tokens
         self._drops_space = from_start and tokenizer.strips_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds_back = False
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these tokens made final, maybe none."""
         tokenizer = self._tokenizer
-        data = b"".join(
-            [tokenizer.token_bytes(i) for i in ids if not (self._skips_special and tokenizer.is_special(i))]
-        )
+        if self._skips_special:
+            ids = [token_id for token_id in ids if not tokenizer.is_special(token_id)]
+        data = b"".join(map(tokenizer.token_bytes, ids))
         if self._drops_space and data:
             self._drops_space = False
             data = data.removeprefix(b" ")
-        return self._decoder.decode(data)
+        if not self._holds_back and data.isascii():
+            return data.decode()
+        text = self._decoder.decode(data)
+        self._holds_back = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """What was held back; U+FFFD stands for a sequence that never became whole."""

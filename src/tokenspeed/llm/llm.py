@@ -14,11 +14,12 @@ import difflib
 import threading
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from tokenspeed.core.config import (

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from tokenspeed.core.request import TokenLogprobs
 from tokenspeed.llm.outputs import LogprobEntry, TokenText

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tokenspeed.core.errors import TokenSpeedError
-from tokenspeed.core.request import FinishReason, SamplingParams, SequenceUpdate
+from tokenspeed.core.request import FinishReason, SamplingParams, SequenceUpdate, TokenLogprobs
 from tokenspeed.llm.detokenizer import IncrementalDetokenizer
 from tokenspeed.llm.input_processor import ProcessedRequest
 from tokenspeed.llm.logprobs import LogprobLedger, logprob_entry
@@ -51,16 +51,28 @@ class SequenceText:
     def push(self, update: SequenceUpdate) -> bool:
         """Take one update. True when a stop string ended the sequence here, before the engine knows of it."""
         assert self.finish_reason is None, f"an update after the end: {update.request_id}"
-        self._changed = True
-        for position, token_id in enumerate(update.token_ids):
+        token_ids: Sequence[int] = update.token_ids
+        if self._is_silent_end(update.end_token_id):
+            token_ids = token_ids[:-1]  # counted, not rendered
+        if self.push_tokens(token_ids, update.logprobs):
+            return True
+        if len(token_ids) < len(update.token_ids):
             self._num_tokens += 1
-            self._new_ids.append(token_id)
-            if position == len(update.token_ids) - 1 and self._is_silent_end(update.end_token_id):
-                break  # counted, not rendered
-            if self._push_token(token_id, update, position):
-                return True
+            self._new_ids.append(update.token_ids[-1])
         if update.finish_reason is not None:
             self._finish(update)
+        return False
+
+    def push_tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None = None) -> bool:
+        """As `push`, of tokens that are no end."""
+        self._changed = True
+        if self._scanner is not None or self._ledger is not None:
+            return self._push_one_by_one(token_ids, logprobs)
+        self._num_tokens += len(token_ids)
+        self._new_ids.extend(token_ids)
+        text = self._detokenizer.push(token_ids)
+        if text:
+            self._new_text.append(text)
         return False
 
     def take(self) -> CompletionOutput | None:
@@ -68,14 +80,14 @@ class SequenceText:
         if not self._changed:
             return None
         output = CompletionOutput(
-            index=self._index,
-            text="".join(self._new_text),
-            token_ids=tuple(self._new_ids),
-            num_tokens=self._num_tokens,
-            logprobs=None if self._ledger is None else tuple(self._new_logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            error=self._error,
+            self._index,
+            "".join(self._new_text),
+            tuple(self._new_ids),
+            self._num_tokens,
+            None if self._ledger is None else tuple(self._new_logprobs),
+            self.finish_reason,
+            self._stop_reason,
+            self._error,
         )
         self._new_text, self._new_ids, self._new_logprobs = [], [], []
         self._changed = False
@@ -87,12 +99,17 @@ class SequenceText:
             return False
         return end_token_id in self._eos_ids or not self._params.include_stop_str_in_output
 
-    def _push_token(self, token_id: int, update: SequenceUpdate, position: int) -> bool:
-        text = self._detokenizer.push((token_id,))
-        if self._ledger is not None:
-            assert update.logprobs is not None, f"{update.request_id}: log-probs were asked for and did not come"
-            self._ledger.add(update.logprobs[position], text)
-        return self._scan(text)
+    def _push_one_by_one(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> bool:
+        for position, token_id in enumerate(token_ids):
+            self._num_tokens += 1
+            self._new_ids.append(token_id)
+            text = self._detokenizer.push((token_id,))
+            if self._ledger is not None:
+                assert logprobs is not None, "log-probs were asked for and did not come"
+                self._ledger.add(logprobs[position], text)
+            if self._scan(text):
+                return True
+        return False
 
     def _scan(self, text: str) -> bool:
         """Hand out the text that can be no part of a stop string. True when one is complete. Text of the first
@@ -123,10 +140,10 @@ class SequenceText:
         self._stop_reason = None if end is None or end in self._eos_ids else end
 
     def _emit(self, text: str, *, ended: bool = False) -> None:
-        self._num_chars += len(text)
         if text:
             self._new_text.append(text)
         if self._ledger is not None:
+            self._num_chars += len(text)
             entries = self._ledger.cut(self._num_chars) if ended else self._ledger.take(self._num_chars)
             self._new_logprobs.extend(entries)
 
@@ -165,15 +182,14 @@ class RequestStream:
         self._finished: float | None = None
         self._started: float | None = None
         self._error: TokenSpeedError | None = None
-        self._news = asyncio.Event()
+        self._times: RequestTimes | None = None
+        self._waiting: asyncio.Future[None] | None = None
         self._ended = False
 
     def push(self, update: SequenceUpdate) -> None:
         """Take one update of one of the sequences."""
-        if update.token_ids and self._first_token is None:
-            self._first_token = time.monotonic()
         if self._started is None and update.queue_s is not None:
-            self._started = self._arrived + update.queue_s
+            self._started, self._times = self._arrived + update.queue_s, None
         if update.request_id == self._first_id:
             self._cached_len = max(self._cached_len, update.cached_len)
             if update.prompt_logprobs is not None:
@@ -181,16 +197,26 @@ class RequestStream:
                     None if entry is None else logprob_entry(self._tokenizer, entry) for entry in update.prompt_logprobs
                 )
         sequence = self._sequences[update.request_id]
-        if sequence.push(update):
-            self._finish(update.request_id, sequence.num_tokens)
-        if all(each.finish_reason is not None for each in self._sequences.values()):
-            self._finished = time.monotonic()
-        self._news.set()
+        self._take_in(update.request_id, sequence, sequence.push(update), bool(update.token_ids))
+
+    def push_tokens(self, sequence_id: str, token_ids: Sequence[int]) -> None:
+        """Take an update of one of the sequences that holds some tokens and nothing else."""
+        sequence = self._sequences[sequence_id]
+        self._take_in(sequence_id, sequence, sequence.push_tokens(token_ids), True)
+
+    def _take_in(self, sequence_id: str, sequence: SequenceText, was_stopped: bool, has_tokens: bool) -> None:
+        if has_tokens and self._first_token is None:
+            self._first_token, self._times = time.monotonic(), None
+        if was_stopped:
+            self._finish(sequence_id, sequence.num_tokens)
+        if sequence.finish_reason is not None and all(each.finish_reason for each in self._sequences.values()):
+            self._finished, self._times = time.monotonic(), None
+        self._wake()
 
     def fail(self, error: TokenSpeedError) -> None:
         """No more will come: the consumer gets the error after what has come already."""
         self._error = error
-        self._news.set()
+        self._wake()
 
     def close(self) -> None:
         """Cancel whatever still runs. Nothing more comes out of the stream."""
@@ -198,7 +224,7 @@ class RequestStream:
         for sequence_id, sequence in self._sequences.items():
             if sequence.finish_reason is None:
                 self._cancel(sequence_id)
-        self._news.set()
+        self._wake()
 
     async def aclose(self) -> None:
         """As close; for contextlib.aclosing."""
@@ -217,21 +243,31 @@ class RequestStream:
             if self._error is not None:
                 self._ended = True
                 raise self._error
-            self._news.clear()
-            await self._news.wait()
+            assert self._waiting is None, "two consumers of one stream"
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
         raise StopAsyncIteration
 
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
     def _take(self) -> RequestOutput | None:
-        outputs = tuple(output for each in self._sequences.values() if (output := each.take()) is not None)
+        outputs = tuple([output for each in self._sequences.values() if (output := each.take()) is not None])
         if not outputs:
             return None
+        if self._times is None:
+            self._times = RequestTimes(self._arrived, self._first_token, self._finished, self._started)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return RequestOutput(
-            request_id=self.request_id,
-            prompt_token_ids=self._request.prompt_token_ids,
-            outputs=outputs,
-            cached_len=self._cached_len,
-            finished=self._finished is not None,
-            times=RequestTimes(self._arrived, self._first_token, self._finished, self._started),
-            prompt_logprobs=prompt_logprobs,
+            self.request_id,
+            self._request.prompt_token_ids,
+            outputs,
+            self._cached_len,
+            self._finished is not None,
+            self._times,
+            prompt_logprobs,
         )

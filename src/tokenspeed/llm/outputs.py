@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller of AsyncLLM or LLM gets: text deltas with their tokens, log-probabilities and counts."""
+"""What a caller of AsyncLLM or LLM gets: text deltas with their tokens, log-probabilities and counts.
+
+Structs, since some are made for every token and a frozen dataclass takes several times as long to make.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from tokenspeed.core.request import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class TokenText:
+class TokenText(msgspec.Struct, frozen=True):
     """A token as text: `text` may hold U+FFFD where the token alone is not valid UTF-8; `bytes` are exact."""
 
     token_id: int
@@ -18,16 +20,14 @@ class TokenText:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobEntry:
+class LogprobEntry(msgspec.Struct, frozen=True):
     """One position: the token that is there and the most likely ones, best first."""
 
     token: TokenText
     top: tuple[TokenText, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, frozen=True):
     """One of n completions. While streaming, text, token_ids and logprobs are what is new since the last output;
     from LLM.generate they are whole. num_tokens counts all generated tokens so far, an end token included.
     stop_reason: the stop string or token id that ended it; None for an end-of-sequence token."""
@@ -42,8 +42,7 @@ class CompletionOutput:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTimes:
+class RequestTimes(msgspec.Struct, frozen=True):
     """Seconds on the monotonic clock of the API process; None until it happened. arrived: its prompt was encoded and it
     went to the engine. started: the first step that it was part of began."""
 
@@ -53,8 +52,7 @@ class RequestTimes:
     started: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True):
     """The state of a request after one or more steps. prompt_logprobs: on the first output, when asked for; its first
     entry is None. `finished` says that all completions have ended."""
 

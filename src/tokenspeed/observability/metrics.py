@@ -1,29 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics in a registry of their own. Each is exported as `tokenspeed:NAME` and, so that existing
-dashboards and autoscalers work, as `vllm:NAME`. Knows counters and durations; knows no HTTP and no engine.
+dashboards and autoscalers work, as `vllm:NAME`, some also under a name that vLLM had before. Knows counters and
+durations; knows no HTTP and no engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from tokenspeed.core.ipc import EngineStats
+from tokenspeed.core.ipc import STEP_TOKEN_BOUNDS, EngineStats
 from tokenspeed.observability.logging import RequestSummary
 
 PREFIXES = ("tokenspeed", "vllm")
+OLD_NAMES = {
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+}
+"""What dashboards of older vLLM releases ask for, by today's name; under the vllm prefix only."""
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _LABELS = ("model_name", "engine")
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 1200.0)
 _TOKEN_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
 _TOKENS = tuple(float(10**power * digit) for power in range(6) for digit in (1, 2, 5))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+_KNOWN_REASONS = {"tool_calls": "stop"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +57,17 @@ class Metrics:
         self._ttft = _histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
         self._inter_token = _histogram("inter_token_latency_seconds", "Between tokens", _TOKEN_LATENCY_S)
         self._e2e = _histogram("e2e_request_latency_seconds", "Arrival to end", _LATENCY_S)
-        self._decode = _histogram("request_decode_time_seconds", "First token to end", _LATENCY_S)
+        self._queue = _histogram("request_queue_time_seconds", "In the engine, before its first step", _LATENCY_S)
+        self._prefill = _histogram("request_prefill_time_seconds", "First step to first token", _LATENCY_S)
+        self._decode = _histogram("request_decode_time_seconds", "First token to last", _LATENCY_S)
+        self._inference = _histogram("request_inference_time_seconds", "First step to last token", _LATENCY_S)
         self._prompt = _histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._generated = _histogram("request_generation_tokens", "Generated tokens of a request", _TOKENS)
         self._n = _histogram("request_params_n", "Completions asked for", _COUNTS)
         self._max_tokens = _histogram("request_params_max_tokens", "max_tokens asked for", _TOKENS)
+        self._diverged = Counter(
+            "prefix_diverged", "Requests whose prompt did not go on from its session's", _LABELS, registry=None
+        )
         self._success = Counter(
             "request_success", "Completions by how they ended", (*_LABELS, "finished_reason"), registry=None
         )
@@ -83,10 +97,18 @@ class Metrics:
         self._e2e.labels(*labels).observe(summary.total_s)
         self._prompt.labels(*labels).observe(summary.num_prompt)
         self._generated.labels(*labels).observe(summary.num_generated)
+        if summary.queue_s is not None:
+            self._queue.labels(*labels).observe(summary.queue_s)
+        if summary.prefill_s is not None:
+            self._prefill.labels(*labels).observe(summary.prefill_s)
         if summary.decode_s is not None:
             self._decode.labels(*labels).observe(summary.decode_s)
+        if summary.prefill_s is not None and summary.decode_s is not None:
+            self._inference.labels(*labels).observe(summary.prefill_s + summary.decode_s)
+        if summary.prefix is not None:
+            self._diverged.labels(*labels).inc()
         for reason in summary.finish_reasons:
-            self._success.labels(*labels, reason).inc()
+            self._success.labels(*labels, _KNOWN_REASONS.get(reason, reason)).inc()
 
     def render(self) -> bytes:
         """The exposition text, see CONTENT_TYPE."""
@@ -94,8 +116,8 @@ class Metrics:
 
     def _request_metrics(self) -> list[Collector]:
         return [
-            self._ttft, self._inter_token, self._e2e, self._decode, self._prompt, self._generated, self._n,
-            self._max_tokens, self._success,
+            self._ttft, self._inter_token, self._e2e, self._queue, self._prefill, self._decode, self._inference,
+            self._prompt, self._generated, self._n, self._max_tokens, self._diverged, self._success,
         ]  # fmt: skip
 
 
@@ -109,7 +131,9 @@ class _BothNames(Collector):
         for source in self._sources:
             for metric in source.collect():
                 for prefix in PREFIXES:
-                    yield _renamed(metric, prefix)
+                    yield _renamed(metric, f"{prefix}:{metric.name}")
+                if metric.name in OLD_NAMES:
+                    yield _renamed(metric, f"vllm:{OLD_NAMES[metric.name]}")
 
 
 class _EngineGauges(Collector):
@@ -144,9 +168,18 @@ class _EngineGauges(Collector):
         yield self._counter("num_preemptions", "Requests put back to the queue", stats.num_preemptions)
         yield self._counter("num_steps", "Engine steps", stats.num_steps)
         yield self._counter("engine_restarts", "Engines started in place of a dead one", self._read_restarts())
+        yield self._step_sizes(stats)
         info = GaugeMetricFamily("cache_config_info", "The KV pool", labels=(*_LABELS, "block_size", "num_gpu_blocks"))
         info.add_metric((*self._labels, str(self._pool.block_size), str(self._pool.num_blocks)), 1)
         yield info
+
+    def _step_sizes(self, stats: EngineStats) -> Metric:
+        family = HistogramMetricFamily("iteration_tokens_total", "Tokens that a step computes", labels=_LABELS)
+        counts = stats.step_tokens or (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
+        bounds = (*(str(float(bound)) for bound in STEP_TOKEN_BOUNDS), "+Inf")
+        buckets = list(zip(bounds, accumulate(counts), strict=True))
+        family.add_metric(self._labels, buckets, stats.num_step_tokens)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=_LABELS)
@@ -163,10 +196,12 @@ def _histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
     return Histogram(name, text, _LABELS, buckets=buckets, registry=None)
 
 
-def _renamed(metric: Metric, prefix: str) -> Metric:
-    copy = Metric(f"{prefix}:{metric.name}", metric.documentation, metric.type, metric.unit)
+def _renamed(metric: Metric, name: str) -> Metric:
+    copy = Metric(name, metric.documentation, metric.type, metric.unit)
     copy.samples = [
-        Sample(f"{prefix}:{sample.name}", sample.labels, sample.value, sample.timestamp, sample.exemplar)
+        Sample(
+            name + sample.name.removeprefix(metric.name), sample.labels, sample.value, sample.timestamp, sample.exemplar
+        )
         for sample in metric.samples
         if not sample.name.endswith("_created")
     ]

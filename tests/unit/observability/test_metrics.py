@@ -7,15 +7,22 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tokenspeed.core.ipc import EngineStats
 from tokenspeed.observability.logging import RequestSummary
-from tokenspeed.observability.metrics import Metrics, PoolSize
+from tokenspeed.observability.metrics import OLD_NAMES, Metrics, PoolSize
 
-CONTRACT = (
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "time_to_first_token_seconds",
-    "inter_token_latency_seconds", "e2e_request_latency_seconds", "prefix_cache_queries", "prefix_cache_hits",
-    "prompt_tokens", "generation_tokens", "num_preemptions", "request_success", "request_prompt_tokens",
-    "request_generation_tokens", "request_decode_time_seconds", "request_params_n", "request_params_max_tokens",
-    "cache_config_info",
-)  # fmt: skip
+CONTRACT = {
+    "num_requests_running": "gauge", "num_requests_waiting": "gauge", "kv_cache_usage_perc": "gauge",
+    "cache_config_info": "gauge", "prompt_tokens": "counter", "generation_tokens": "counter",
+    "request_success": "counter", "prefix_cache_queries": "counter", "prefix_cache_hits": "counter",
+    "num_preemptions": "counter", "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram", "e2e_request_latency_seconds": "histogram",
+    "request_queue_time_seconds": "histogram", "request_prefill_time_seconds": "histogram",
+    "request_decode_time_seconds": "histogram", "request_inference_time_seconds": "histogram",
+    "request_prompt_tokens": "histogram", "request_generation_tokens": "histogram",
+    "request_params_max_tokens": "histogram", "request_params_n": "histogram", "iteration_tokens_total": "histogram",
+}  # fmt: skip
+OLD = {"time_per_output_token_seconds": "histogram", "gpu_cache_usage_perc": "gauge"}
+BUSY = EngineStats(num_steps=3, step_tokens=(1, 0, 0, 0, 0, 2, *(0,) * 10), num_step_tokens=50)
+SUMMARY = RequestSummary("r", 10, 4, 6, 0.2, 0.5, 0.9, ("stop", "length"), 0.01, 0.04, 0.15)
 
 
 def values(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -26,11 +33,51 @@ def values(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], fl
     }
 
 
-def test_every_name_of_the_contract_is_there_twice() -> None:
-    metrics = Metrics("m", PoolSize(64, 16), EngineStats)
-    families = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
-    for name in CONTRACT:
-        assert {f"tokenspeed:{name}", f"vllm:{name}"} <= families, name
+def served() -> Metrics:
+    """After one request."""
+    metrics = Metrics("m", PoolSize(64, 16), lambda: BUSY)
+    metrics.observe_start(2, 50)
+    metrics.observe_first_token(0.2)
+    metrics.observe_tokens(4, 0.4)
+    metrics.observe_end(SUMMARY)
+    return metrics
+
+
+def test_every_name_of_the_contract_is_there_twice_and_what_it_should_be() -> None:
+    families = {family.name: family for family in text_string_to_metric_families(served().render().decode())}
+    for name, kind in CONTRACT.items():
+        for prefix in ("tokenspeed", "vllm"):
+            family = families[f"{prefix}:{name}"]
+            assert family.type == kind, name
+            assert family.samples, name
+            assert all(sample.labels["model_name"] == "m" for sample in family.samples), name
+            assert all(sample.labels["engine"] == "0" for sample in family.samples), name
+    for name, kind in OLD.items():
+        assert families[f"vllm:{name}"].type == kind
+        assert f"tokenspeed:{name}" not in families
+
+
+def test_an_old_name_has_the_values_of_the_new_one() -> None:
+    got = values(served())
+    for new, old in OLD_NAMES.items():
+        pairs = [(name, labels) for name, labels in got if name.startswith(f"vllm:{new}")]
+        assert pairs
+        for name, labels in pairs:
+            assert got[name.replace(new, old), labels] == got[name, labels]
+
+
+def test_a_histogram_of_the_engine_adds_up() -> None:
+    got, labels = values(served()), (("engine", "0"), ("model_name", "m"))
+    assert got["vllm:iteration_tokens_total_count", labels] == 3
+    assert got["vllm:iteration_tokens_total_sum", labels] == 50
+    buckets = {
+        dict(labels)["le"]: value
+        for (name, labels), value in got.items()
+        if name == "vllm:iteration_tokens_total_bucket"
+    }
+    assert (buckets["1.0"], buckets["16.0"], buckets["32.0"], buckets["+Inf"]) == (1, 1, 3, 3)
+    idle = values(Metrics("m", PoolSize(64, 16), EngineStats))
+    assert idle["vllm:iteration_tokens_total_count", labels] == 0
 
 
 def test_engine_counters_are_read_at_the_scrape() -> None:
@@ -56,20 +103,38 @@ def test_engine_counters_are_read_at_the_scrape() -> None:
 
 
 def test_request_times_go_into_histograms() -> None:
-    metrics = Metrics("m", PoolSize(64, 16), EngineStats)
-    metrics.observe_start(2, 50)
-    metrics.observe_first_token(0.2)
-    metrics.observe_tokens(4, 0.4)
-    metrics.observe_end(RequestSummary("r", 10, 4, 6, 0.2, 0.5, 0.9, ("stop", "length")))
-    got, labels = values(metrics), (("engine", "0"), ("model_name", "m"))
-    assert got["vllm:time_to_first_token_seconds_sum", labels] == 0.2
+    got, labels = values(served()), (("engine", "0"), ("model_name", "m"))
+    sums = {
+        "time_to_first_token": 0.2, "inter_token_latency": 0.4, "e2e_request_latency": 0.9, "request_queue_time": 0.04,
+        "request_prefill_time": 0.15, "request_decode_time": 0.5, "request_inference_time": 0.65,
+    }  # fmt: skip
+    for name, expected in sums.items():
+        assert abs(got[f"vllm:{name}_seconds_sum", labels] - expected) < 1e-9, name
     assert got["vllm:inter_token_latency_seconds_count", labels] == 4
-    assert abs(got["tokenspeed:inter_token_latency_seconds_sum", labels] - 0.4) < 1e-9
-    assert got["vllm:e2e_request_latency_seconds_sum", labels] == 0.9
     assert got["vllm:request_prompt_tokens_sum", labels] == 10
+    assert got["vllm:request_params_n_sum", labels] == 2
     for reason in ("stop", "length"):
         ended = (("engine", "0"), ("finished_reason", reason), ("model_name", "m"))
         assert got["vllm:request_success_total", ended] == 1
+
+
+def test_what_never_happened_is_not_counted() -> None:
+    metrics = Metrics("m", PoolSize(64, 16), EngineStats)
+    metrics.observe_end(RequestSummary("r", 0, 0, 0, None, None, 0.5, ("abort",)))
+    got, labels = values(metrics), (("engine", "0"), ("model_name", "m"))
+    for name in ("queue", "prefill", "decode", "inference"):
+        assert (f"vllm:request_{name}_time_seconds_count", labels) not in got
+    assert got["vllm:e2e_request_latency_seconds_count", labels] == 1
+
+
+def test_calls_are_a_stop_and_a_departed_prompt_is_counted() -> None:
+    metrics = Metrics("m", PoolSize(64, 16), EngineStats)
+    told = "prefix-diverged: message 1, edited"
+    metrics.observe_end(RequestSummary("r", 1, 0, 6, 0.2, 0.5, 0.9, ("tool_calls",), prefix=told))
+    metrics.observe_end(RequestSummary("r", 1, 0, 6, 0.2, 0.5, 0.9, ("stop",)))
+    got, labels = values(metrics), (("engine", "0"), ("model_name", "m"))
+    assert got["vllm:request_success_total", (("engine", "0"), ("finished_reason", "stop"), ("model_name", "m"))] == 2
+    assert got["tokenspeed:prefix_diverged_total", labels] == 1
 
 
 def test_two_models_do_not_share_a_registry() -> None:

@@ -67,12 +67,25 @@ class ServerProcess:
             assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {state}"
             time.sleep(0.02)
 
-    def hang_up(self, body: dict[str, object], *, after_s: float, read: bool = False) -> None:
-        """Send a chat, wait, and close the socket."""
+    def wait_for(self, name: str, value: float, timeout_s: float = 30.0) -> None:
+        """Until a metric has this value."""
+        deadline = time.monotonic() + timeout_s
+        while self.metric(name) != value:
+            assert time.monotonic() < deadline, f"{name} is {self.metric(name)} after {timeout_s} s, not {value}"
+            time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def asking(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> Iterator[socket.socket]:
+        """A request on its way, whose client hangs up at the end of the block."""
         data = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
         with contextlib.closing(socket.create_connection(("127.0.0.1", self.port), timeout=30.0)) as sock:
             sock.sendall(head.encode() + data)
+            yield sock
+
+    def hang_up(self, body: dict[str, object], *, after_s: float, read: bool = False) -> None:
+        """Send a chat, wait, and close the socket."""
+        with self.asking(body) as sock:
             if read:
                 assert sock.recv(65536).startswith(b"HTTP/1.1 200")
             time.sleep(after_s)

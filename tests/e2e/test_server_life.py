@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripted import write_scripted_model
+from scripted import CALLING_TEMPLATE, write_scripted_model
 
 LONG_REPLY = "All work and no play makes a dull day. " * 100
 LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
@@ -24,6 +25,13 @@ LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
 def long_body(content: str, *, stream: bool) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": content}], "stream": stream, **LONG}
+
+
+def body_for(path: str, text: str, stream: bool) -> dict[str, Any]:
+    """A request that takes long, in the words of the API behind the path."""
+    if path == "/v1/responses":
+        return {"input": text, "stream": stream, "max_output_tokens": 4000, "ignore_eos": True}
+    return dict(long_body(text, stream=stream))
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +58,40 @@ def test_lc_1_clients_that_leave_free_everything_fifty_times(server: Any) -> Non
     again = server.chat("brief, with a prefix " + "y" * 600).json()["choices"][0]["message"]["content"]
     assert again == fresh == "A short answer."
     server.wait_until_idle()
+
+
+def test_lc_1_a_client_may_leave_in_every_phase(start_server: Any, tmp_path: Path) -> None:
+    """Queued, in a chunk of prefill, while text comes, while a call is withheld; streaming and not, in each API."""
+    withheld = '<tool_call>{"name": "write", "arguments": {"text": "' + "x" * 3000
+    replies = [("withheld", withheld), ("brief", "A short answer."), ("", LONG_REPLY)]
+    folder = write_scripted_model(tmp_path / "model", replies, step_s=0.004, template=CALLING_TEMPLATE)
+    flags = ("--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--kv-tokens", "32768")
+    server = start_server(str(folder), "--load-format", "scripted", *flags)
+    tools = [{"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}]
+    for turn, stream in enumerate((True, False)):
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+            with contextlib.ExitStack() as stack:
+                for blocker in range(2):
+                    stack.enter_context(server.asking(long_body(f"in the way {turn} {blocker}", stream=True)))
+                server.wait_for("num_requests_running", 2.0)
+                with server.asking(body_for(path, f"queued {turn}", stream), path):
+                    server.wait_for("num_requests_waiting", 1.0)
+                server.wait_for("num_requests_waiting", 0.0)
+                assert server.metric("num_requests_running") == 2.0
+            server.wait_until_idle(5.0)
+            for text in ("y" * 4000, f"decoding {turn}", f"withheld {turn}"):
+                generated = server.metric("generation_tokens_total")
+                body = body_for(path, text, stream)
+                if path == "/v1/chat/completions":
+                    body["tools"] = tools
+                with server.asking(body, path):
+                    server.wait_for("num_requests_running", 1.0)
+                    while text[0] != "y" and server.metric("generation_tokens_total") < generated + 70:
+                        time.sleep(0.02)
+                server.wait_until_idle(5.0)
+                assert (server.metric("generation_tokens_total") == generated) == (text[0] == "y")
+    assert server.chat("brief").json()["choices"][0]["message"]["content"] == "A short answer."
+    assert "Traceback" not in server.log
 
 
 def test_lc_1_many_clients_that_leave_at_once(server: Any) -> None:

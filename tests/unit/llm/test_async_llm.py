@@ -260,6 +260,11 @@ def test_a_full_queue_turns_newcomers_away(run: Running) -> None:
         with pytest.raises(OverloadedError) as caught:
             await flood()
         assert caught.value.retry_after_s >= 1 and 100 <= len(streams) <= 164
+        for stream in streams[:2]:
+            stream.close()
+        assert run.llm.num_live <= 162
+        with pytest.raises(OverloadedError):
+            await run.llm.submit(chat("long"), SamplingParams(max_tokens=3000, n=100))
         for stream in streams:
             stream.close()
         await run.idle()

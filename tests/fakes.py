@@ -18,8 +18,10 @@ import numpy as np
 from tokenspeed.checkpoints import GgufVocabulary, JsonObject, Script, ScriptedReply, TokenizerSource, Weights
 from tokenspeed.core.ipc import EngineInfo, FromEngine, Progress, Shutdown, Start, StartFailed, ToEngine
 from tokenspeed.core.plan import (
+    CacheGroup,
     ControlStats,
     FinishCode,
+    GroupKind,
     Int32Array,
     KvEvents,
     RequestKey,
@@ -30,6 +32,7 @@ from tokenspeed.core.plan import (
     StepResult,
 )
 from tokenspeed.core.request import ContentSpan, Retention, TokenLogprobs
+from tokenspeed.engine.cache_watch import CacheWatch
 from tokenspeed.engine.channel import Channel, ChannelClosedError
 from tokenspeed.engine.step import EngineLoop
 from tokenspeed.llm.tokenizer import Tokenizer
@@ -443,6 +446,7 @@ class FakeWorker:
             self.runner,
             _Recorder(channel, self.received),
             overlap_depth=start.config.scheduler.overlap_depth,
+            cache_watch=CacheWatch((CacheGroup(GroupKind.FULL, 16, 32),)) if start.config.cache.events else None,
             heartbeat_s=0.02,
         )
         blocked = True

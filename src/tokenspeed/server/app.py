@@ -89,7 +89,10 @@ def create_app(
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))
-    return Starlette(routes=_routes(served), middleware=middleware, exception_handlers={HTTPException: _http_exception})
+    routes, handlers = _routes(served), {HTTPException: _http_exception}
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app.state.served = served
+    return app
 
 
 def served_name(llm: ServedLLM) -> str:

@@ -87,58 +87,6 @@ SAMPLING_FLAGS = (
 )
 
 
-MODEL_FLAGS = (
-    Flag(("--revision",), ModelConfig, "revision", "branch, tag or commit of a hub model"),
-    Flag(("--load-format",), ModelConfig, "load_format", "how the model is stored"),
-    Flag(("--dtype",), ModelConfig, "dtype", "what is computed in; auto chooses by device"),
-    Flag(("--max-model-len",), ModelConfig, "max_model_len", "context window in tokens (the model's own)", "TOKENS"),
-    Flag(("--chat-template",), ModelConfig, "chat_template", "jinja file in place of the model's own", "FILE"),
-    Flag(("--device",), DeviceConfig, "device", "where it runs"),
-    Flag(("--threads",), DeviceConfig, "num_threads", "CPU threads (the physical cores allowed to us)", "N"),
-    Flag(("--block-size",), CacheConfig, "block_size", "tokens in a KV block", "TOKENS"),
-    Flag(("--kv-tokens",), CacheConfig, "kv_tokens", "KV pool in tokens (a share of free memory)", "TOKENS"),
-    Flag(("--memory-fraction",), CacheConfig, "memory_fraction", "that share", "F"),
-    Flag(("--host-kv-tokens",), CacheConfig, "host_tokens", "host memory for evicted blocks; 0 is off", "TOKENS"),
-    Flag(("--host-store",), CacheConfig, "host_store", "copy blocks there when full, or when memory runs short"),
-    Flag(("--prefix-caching",), CacheConfig, "prefix_caching", "reuse the K/V of a prompt's known beginning"),
-    Flag(("--max-num-seqs",), SchedulerConfig, "max_num_seqs", "requests that run at once", "N"),
-    Flag(
-        ("--max-num-batched-tokens",),
-        SchedulerConfig,
-        "max_num_batched_tokens",
-        "tokens of a step (by speed)",
-        "N",
-    ),
-    Flag(("--max-num-waiting",), SchedulerConfig, "max_num_waiting", "requests that may wait; more get 429", "N"),
-    Flag(("--overlap-depth",), SchedulerConfig, "overlap_depth", "steps planned ahead, 0 or 1", "N"),
-    Flag(("--ageing-steps",), SchedulerConfig, "ageing_steps", "steps of waiting that lift a request", "N"),
-    Flag(("--tp",), ParallelConfig, "tp", "ranks that split the attention heads", "N"),
-    Flag(("--dp-attention",), ParallelConfig, "dp_attention", "partitions of the requests, of --tp ranks each", "N"),
-    Flag(("--ep",), ParallelConfig, "ep", "ways the experts are spread over the ranks", "N"),
-    Flag(("--moe-tp",), ParallelConfig, "moe_tp", "ranks that split one expert (those that --ep leaves)", "N"),
-    Flag(("--rank-timeout",), ParallelConfig, "rank_timeout_s", "a rank that takes longer for a step ends all", "S"),
-)
-PLAN_FLAGS = tuple(
-    flag for flag in MODEL_FLAGS if flag.field in ("revision", "dtype", "tp", "dp_attention", "ep", "moe_tp")
-)
-SERVED_NAME = Flag(("--served-name", "--served-model-name"), ModelConfig, "served_name", "name on the wire", "NAME")
-SERVER_FLAGS = (
-    Flag(("--host",), ServerConfig, "host", "address to listen on"),
-    Flag(("--port",), ServerConfig, "port", "port to listen on; 0 takes a free one"),
-    Flag(("--api-key",), ServerConfig, "api_key", "ask clients for this key"),
-    Flag(("--body-bytes-max",), ServerConfig, "body_bytes_max", "largest request body", "BYTES"),
-    Flag(("--tool-call-parser",), ServerConfig, "tool_call_parser", "what reads calls in replies", "NAME"),
-    Flag(("--strict-model-name",), ServerConfig, "strict_model_name", "refuse requests for other model names"),
-)
-SAMPLING_FLAGS = (
-    Flag(("--max-tokens",), SamplingParams, "max_tokens", "generate at most so many (until the model stops)", "N"),
-    Flag(("--temperature",), SamplingParams, "temperature", "0 is greedy (the model's own)", "T"),
-    Flag(("--top-p",), SamplingParams, "top_p", "nucleus sampling", "P"),
-    Flag(("--top-k",), SamplingParams, "top_k", "only the k most likely; 0 is off", "K"),
-    Flag(("--seed",), SamplingParams, "seed", "makes sampling repeatable", "N"),
-)
-
-
 def add_model(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
     """Add the model and everything that says how it is run; its command starts an engine."""
     text = f"alias (see `tokenspeed models`), folder, GGUF file or hub id (default: {DEFAULT_MODEL})"

@@ -73,6 +73,7 @@ SERVED_NAME = Flag(("--served-name", "--served-model-name"), ModelConfig, "serve
 SERVER_FLAGS = (
     Flag(("--host",), ServerConfig, "host", "address to listen on"),
     Flag(("--port",), ServerConfig, "port", "port to listen on; 0 takes a free one"),
+    Flag(("--grpc-port",), ServerConfig, "grpc_port", "port to serve gateways on over gRPC; 0 takes a free one (none)"),
     Flag(("--api-key",), ServerConfig, "api_key", "ask clients for this key"),
     Flag(("--body-bytes-max",), ServerConfig, "body_bytes_max", "largest request body", "BYTES"),
     Flag(("--tool-call-parser",), ServerConfig, "tool_call_parser", "what reads calls in replies", "NAME"),

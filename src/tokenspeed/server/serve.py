@@ -14,15 +14,18 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import uvicorn
+from starlette.applications import Starlette
 
 from tokenspeed.core.config import EngineConfig, ServerConfig, launched_rank
 from tokenspeed.core.errors import ConfigError, PortInUseError, StartError
 from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.server.app import create_app, served_name
+from tokenspeed.server.grpc_port import GrpcPort, gateways_served, with_events
 from tokenspeed.server.http import DRAIN_S, http_config, run
 from tokenspeed.server.supervisor import EngineEndedError, RestartPolicy, supervise
 
@@ -51,21 +54,26 @@ def serve(serving: Serving) -> int:
     Raises StartError: PortInUseError before anything is loaded, EngineEndedError when the engine dies and
     starting it again is no use.
     """
-    with contextlib.closing(bind(serving.server.host, serving.server.port)) as sock:
-        return run(_serve(serving, sock))
+    server = serving.server
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(contextlib.closing(bind(server.host, server.port)))
+        grpc = None
+        if server.grpc_port is not None:
+            grpc = stack.enter_context(contextlib.closing(bind(server.host, server.grpc_port, "--grpc-port")))
+        return run(_serve(serving, sock, grpc))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Raises PortInUseError or ConfigError."""
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A bound TCP socket. flag: which asked for the port. Raises PortInUseError or ConfigError."""
     if not 0 <= port <= _PORT_MAX:
-        raise ConfigError(f"--host {host} --port {port}: a port is 0 to {_PORT_MAX}")
+        raise ConfigError(f"--host {host} {flag} {port}: a port is 0 to {_PORT_MAX}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror:
         raise ConfigError(
-            f"--host {host} --port {port}: no such address; use a name or address of this machine"
+            f"--host {host} {flag} {port}: no such address; use a name or address of this machine"
         ) from None
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -73,7 +81,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise _bind_error(host, port, error) from None
+        raise _bind_error(host, port, error, flag) from None
     return sock
 
 
@@ -84,8 +92,8 @@ def _host_tier(info: EngineInfo) -> tuple[tuple[str, str], ...]:
     return (("host tier", f"{num_tokens:,} tokens in {info.num_host_blocks:,} blocks"),)
 
 
-def banner(info: EngineInfo, name: str, address: str) -> str:
-    """What a user wants to know when serving begins."""
+def banner(info: EngineInfo, name: str, address: str, grpc_url: str | None = None) -> str:
+    """What a user wants to know when serving begins. grpc_url: where gateways are served, if they are."""
     kv_tokens = info.num_kv_blocks * info.block_size
     rows = (
         ("model", f"{name} ({info.model_type}, {_parameters(info.num_parameters)} parameters)"),
@@ -99,6 +107,7 @@ def banner(info: EngineInfo, name: str, address: str) -> str:
         ("step", f"up to {info.max_num_batched_tokens} tokens"),
         ("loaded in", f"{info.load_s:.1f} s"),
         ("address", address),
+        *((("gRPC", grpc_url),) if grpc_url else ()),
     )
     lines = [f"  {label:<10} {text}" for label, text in rows]
     return "\n".join(["TokenSpeed is ready", *lines, "Press Ctrl-C to stop."])
@@ -106,8 +115,11 @@ def banner(info: EngineInfo, name: str, address: str) -> str:
 
 def address_of(sock: socket.socket, host: str) -> str:
     """The URL under which the socket is reached."""
-    port = sock.getsockname()[1]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return _url("http", host, sock.getsockname()[1])
+
+
+def _url(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class _Server(uvicorn.Server):
@@ -119,42 +131,56 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(serving: Serving, sock: socket.socket) -> int:
+async def _serve(serving: Serving, sock: socket.socket, grpc: socket.socket | None) -> int:
     stop = _StopSignals()
-    loading = asyncio.ensure_future(AsyncLLM.start(serving.engine, serving.progress))
+    engine = with_events(serving.engine, serving.server)
+    loading = asyncio.ensure_future(AsyncLLM.start(engine, serving.progress))
     if not await stop.is_first(loading):
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
         return 128 + stop.number
     llm = loading.result()
     try:
-        await _serve_http(serving, sock, llm, stop)
+        app = create_app(llm, serving.server)
+        url_of = partial(_url, "grpc", serving.server.host)
+        async with gateways_served(app.state.served, grpc, url_of) as grpc_port:
+            await _serve_http(serving, sock, app, grpc_port, stop)
     finally:
         await llm.shutdown()
     return 0
 
 
-async def _serve_http(serving: Serving, sock: socket.socket, llm: AsyncLLM, stop: _StopSignals) -> None:
+async def _serve_http(
+    serving: Serving, sock: socket.socket, app: Starlette, grpc_port: GrpcPort, stop: _StopSignals
+) -> None:
+    llm = app.state.served.llm
     try:
         sock.listen(_BACKLOG)
     except OSError as error:  # another program may have come first while the model was loading
         raise _bind_error(serving.server.host, serving.server.port, error) from None
-    server = _Server(http_config(create_app(llm, serving.server)))
-    serving.announce(banner(llm.info, served_name(llm), address_of(sock, serving.server.host)))
+    server = _Server(http_config(app))
+    address = address_of(sock, serving.server.host)
+    serving.announce(banner(llm.info, served_name(llm), address, grpc_port.url))
     http = asyncio.ensure_future(server.serve(sockets=[sock]))
     lost = asyncio.ensure_future(_until_lost(llm, serving.restarts))
     asked = asyncio.ensure_future(stop.wait())
     await asyncio.wait({http, lost, asked}, return_when=asyncio.FIRST_COMPLETED)
     if asked.done():
         _log.info("stopping; running requests have %d s to finish, press Ctrl-C again to drop them", DRAIN_S)
-        stop.on_second(lambda: setattr(server, "force_exit", True))
+        stop.on_second(partial(_drop, server, grpc_port))
     server.should_exit = True
     for task in (lost, asked):
         task.cancel()
-    await http
+    await asyncio.gather(http, grpc_port.drain(DRAIN_S))
     (end, _) = await asyncio.gather(lost, asked, return_exceptions=True)
     if isinstance(end, Exception):  # not a cancellation
         raise end
+
+
+def _drop(server: _Server, grpc_port: GrpcPort) -> None:
+    """Requests that still run are not waited for."""
+    server.force_exit = True
+    grpc_port.drop()
 
 
 async def _until_lost(llm: AsyncLLM, restarts: RestartPolicy) -> NoReturn:
@@ -199,10 +225,10 @@ class _StopSignals:
         self._asked.set()
 
 
-def _bind_error(host: str, port: int, error: OSError) -> StartError:
+def _bind_error(host: str, port: int, error: OSError, flag: str = "--port") -> StartError:
     if error.errno == errno.EADDRINUSE:
-        return PortInUseError(f"{host}:{port} is in use; stop the other program, or pass --port N (0 picks a free one)")
-    return ConfigError(f"--host {host} --port {port}: cannot listen there ({error.strerror}); use another address")
+        return PortInUseError(f"{host}:{port} is in use; stop the other program, or pass {flag} N (0 picks a free one)")
+    return ConfigError(f"--host {host} {flag} {port}: cannot listen there ({error.strerror}); use another address")
 
 
 def _parameters(count: int) -> str:

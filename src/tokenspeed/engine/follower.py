@@ -31,6 +31,7 @@ from tokenspeed.engine.meeting import Join, Place
 from tokenspeed.engine.process import leave
 from tokenspeed.engine.ranks import shape_of
 from tokenspeed.engine.step import StepHandle, leases_of
+from tokenspeed.observability.stacks import answer_stacks_signal
 
 if TYPE_CHECKING:
     from tokenspeed.kernels.ops.collective import Communicator
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None, *, join: Join = meeting.join, build: Bui
     parser.add_argument("--kernel", action="append", default=[], metavar="OP=SOLUTION")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answer_stacks_signal()
     threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
     overrides = tuple(tuple(text.partition("=")[::2]) for text in options.kernel)
     device = msgspec.convert({"device": options.device, "kernel_overrides": overrides}, DeviceConfig)

@@ -24,6 +24,7 @@ from typing import NoReturn, Protocol
 
 from tokenspeed.core.config import EngineConfig, calm_own_threads, child_environment
 from tokenspeed.core.errors import StartError
+from tokenspeed.observability.stacks import STACKS_SIGNAL
 
 WORKER_MODULE = "tokenspeed.engine.worker"
 CONNECT_TIMEOUT_S = 120.0
@@ -50,6 +51,10 @@ class Engine(Protocol):
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End it: close the stream, wait grace_s, then by force. Idempotent."""
+        ...
+
+    def tell_stacks(self) -> None:
+        """Let a process of its own write the stacks of its threads to stderr, also where it is stuck."""
         ...
 
 
@@ -106,6 +111,10 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
 
+    def tell_stacks(self) -> None:
+        if self.is_alive():
+            self._process.send_signal(STACKS_SIGNAL)  # answered since before it connected
+
 
 class InProcessEngine:
     """The same worker on a daemon thread over a socket pair. `serve` stands in for the worker in tests."""
@@ -129,6 +138,9 @@ class InProcessEngine:
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         _hang_up(self.sock)
         self.wait(grace_s)  # a thread cannot be forced; it ends with its current step
+
+    def tell_stacks(self) -> None:
+        """Its thread is one of ours."""
 
     def _run(self, serve: Callable[[socket.socket], int] | None, sock: socket.socket) -> None:
         if serve is None:

@@ -31,6 +31,7 @@ from tokenspeed.engine.process import leave
 from tokenspeed.engine.ranks import RanksRunner, shape_of
 from tokenspeed.engine.replica import Replica, share_of_machine
 from tokenspeed.engine.step import EngineLoop
+from tokenspeed.observability.stacks import answer_stacks_signal
 
 if TYPE_CHECKING:
     from tokenspeed.control import ControlPlane
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
+    answer_stacks_signal()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(arguments.socket)
     try:

@@ -229,6 +229,10 @@ class AsyncLLM:
             self._on_cache(None)
             client.watch_cache(self._on_cache)
 
+    def tell_stacks(self) -> None:
+        """Let the engine's process write the stacks of its threads to stderr, also where it is stuck."""
+        self._client.tell_stacks()
+
     async def shutdown(self) -> None:
         """End the engine; whoever still waits gets EngineDeadError. Idempotent."""
         await self._client.stop()

@@ -181,6 +181,11 @@ class EngineClient:
         self._writer.transport.abort()
         await asyncio.to_thread(self._engine.stop, _ABANDON_GRACE_S)
 
+    def tell_stacks(self) -> None:
+        """Let the engine's process write the stacks of its threads to stderr."""
+        if self.is_alive:
+            self._engine.tell_stacks()
+
     async def stop(self) -> None:
         """End the engine. Whoever still waits gets EngineDeadError. Idempotent."""
         if self.is_alive:

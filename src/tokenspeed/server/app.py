@@ -398,7 +398,7 @@ def health_problem(served: Served) -> str | None:
     llm = served.llm
     if not llm.is_alive:
         return "the engine has ended; it is started again if that can help"
-    has_work = llm.stats.num_running + llm.stats.num_waiting > 0
+    has_work = (llm.num_live or llm.stats.num_running + llm.stats.num_waiting) > 0
     silent_s = time.monotonic() - llm.last_progress_s
     if has_work and silent_s > served.patience.stall_s:
         return f"the engine has work and made no progress for {silent_s:.0f} s"

@@ -12,7 +12,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -20,13 +20,17 @@ from typing import Any, NoReturn
 import uvicorn
 from starlette.applications import Starlette
 
-from tokenspeed.core.config import EngineConfig, ServerConfig, launched_rank
+from tokenspeed.core.config import EngineConfig, ServerConfig, launched_rank, trace_settings
 from tokenspeed.core.errors import ConfigError, PortInUseError, StartError
 from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.llm.async_llm import AsyncLLM
+from tokenspeed.observability.stacks import answer_stacks_signal
+from tokenspeed.observability.tracing import Tracer, open_tracer
 from tokenspeed.server.app import create_app, served_name
 from tokenspeed.server.grpc_port import GrpcPort, gateways_served, with_events
 from tokenspeed.server.http import DRAIN_S, http_config, run
+from tokenspeed.server.served import Patience
+from tokenspeed.server.stalls import StallWatch
 from tokenspeed.server.supervisor import EngineEndedError, RestartPolicy, supervise
 
 ProgressFn = Callable[[str, int, int, str], None]

@@ -66,6 +66,11 @@ class ServedLLM(Protocol):
     def num_restarts(self) -> int: ...
 
     @property
+    def num_live(self) -> int:
+        """Sequences that were sent to the engine and have not ended."""
+        ...
+
+    @property
     def last_progress_s(self) -> float: ...
 
     def generate(

@@ -114,3 +114,18 @@ def test_exits_are_described() -> None:
     assert describe_exit(-11) == "by SIGSEGV"
     assert "out of memory" in describe_exit(-9)
     assert describe_exit(None) == "without an exit code"
+
+
+def test_an_engine_tells_its_stacks_and_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = EngineProcess.spawn(EngineConfig())
+    told, deadline = "", time.monotonic() + 20.0
+    while "_await_start" not in told:  # the first question may meet it a little earlier
+        assert time.monotonic() < deadline, told
+        engine.tell_stacks()
+        time.sleep(0.02)
+        told += capfd.readouterr().err
+    assert "worker.py" in told
+    assert engine.is_alive()
+    engine.sock.close()
+    assert engine.wait(10.0) and engine.describe_end() == "with exit code 0"
+    engine.tell_stacks()  # of one that has gone: nothing

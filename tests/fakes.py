@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tokenspeed.checkpoints import GgufVocabulary, JsonObject, Script, ScriptedReply, TokenizerSource, Weights
-from tokenspeed.core.ipc import EngineInfo, FromEngine, Progress, Shutdown, Start, StartFailed, ToEngine
+from tokenspeed.core.ipc import EngineInfo, FromEngine, Progress, Shutdown, Start, StartFailed, ToEngine, Vocabulary
 from tokenspeed.core.plan import (
     CacheGroup,
     ControlStats,
@@ -341,6 +341,7 @@ class FakeRunner:
     num_in_flight: int = 0
     max_in_flight: int = 0
     seatings: list[Seating] = field(default_factory=list)
+    vocabularies: list[Vocabulary] = field(default_factory=list)
     _pending: list[int] = field(default_factory=list)
     _seats: dict[int, Seating] = field(default_factory=dict)
     _counts: dict[int, int] = field(default_factory=dict)
@@ -370,6 +371,9 @@ class FakeRunner:
         self._pending.extend(lease for lease in leases if lease in self.late)
         transfers = tuple((lease, lease not in self.lost) for lease in leases if lease not in self.late)
         return FakeHandle(FakeOutput(result, logprobs, prompts, transfers), self)
+
+    def know(self, vocabulary: Vocabulary) -> None:
+        self.vocabularies.append(vocabulary)
 
     def poll_transfers(self) -> tuple[tuple[int, bool], ...]:
         return ((self._pending.pop(0), True),) if self._pending else ()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from tokenspeed.core.ipc import Step, encode_frame
+from tokenspeed.core.ipc import Step, Vocabulary, encode_frame
 from tokenspeed.core.plan import Seating, StepPlan, StepResult
 from tokenspeed.core.request import TokenLogprobs
 from tokenspeed.engine.channel import ChannelClosedError
@@ -68,6 +68,10 @@ class RanksRunner:
         except (RuntimeError, MemoryError) as error:
             self._replica.give_up(f"rank 0 failed step {plan.step_id}: {one_line(error)}")
         return _Handle(plan.step_id, handle, self._replica)
+
+    def know(self, vocabulary: Vocabulary) -> None:
+        """Rank 0 samples, so it alone follows grammars."""
+        self._local.know(vocabulary)
 
     def poll_transfers(self) -> tuple[tuple[int, bool], ...]:
         """As the loop asks, of all ranks together."""

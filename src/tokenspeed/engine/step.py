@@ -29,6 +29,7 @@ from tokenspeed.core.ipc import (
     Submit,
     ToEngine,
     Updates,
+    Vocabulary,
     WatchCache,
 )
 from tokenspeed.core.plan import (
@@ -128,6 +129,10 @@ class Runner(Protocol):
     """Execution, as the loop uses it; see tokenspeed.execution."""
 
     def launch(self, plan: StepPlan, seatings: Sequence[Seating]) -> StepHandle: ...
+    def know(self, vocabulary: Vocabulary) -> None:
+        """What grammars need; before the first seating that has one."""
+        ...
+
     def poll_transfers(self) -> Sequence[tuple[int, bool]]:
         """(lease, ok) of each transfer that has ended and that no step's output told."""
         ...
@@ -217,6 +222,8 @@ class EngineLoop:
         match message:
             case Submit(request):
                 self._submit(request)
+            case Vocabulary():
+                self._runner.know(message)
             case Cancel(request_id):
                 self._end(request_id, None)
             case Finish(request_id, keep_tokens):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenspeed.checkpoints import ModelSource, ProgressFn
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import CapacityError, CheckpointError
-from tokenspeed.core.ipc import KernelBinding
+from tokenspeed.core.ipc import KernelBinding, Vocabulary
 from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
 from tokenspeed.core.request import SamplingParams, TokenLogprobs
 from tokenspeed.execution import kv_cache, placement
@@ -154,6 +154,10 @@ class ModelRunner:
         self._jobs.put(_Job(handle, _copy(plan), tuple(seatings)))
         return handle
 
+    def know(self, vocabulary: Vocabulary) -> None:
+        """What grammars need; before the first seating that has one. Any thread."""
+        self._sampling.know(vocabulary)
+
     def poll_transfers(self) -> tuple[FinishedMove, ...]:
         """Transfers that finished since the last step's output, for a caller that has no step to launch and waits for
         one. Each is told once, here or in a StepOutput."""
@@ -165,6 +169,7 @@ class ModelRunner:
         """Finish the launched steps and end the thread. Idempotent."""
         self._jobs.put(None)
         self._thread.join()
+        self._sampling.close()
 
     def _work(self) -> None:
         self._set_device()

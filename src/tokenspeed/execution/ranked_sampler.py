@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tokenspeed.core.ipc import Vocabulary
 from tokenspeed.core.plan import Seating
 from tokenspeed.execution.sampler import Sampler, SamplerOutput
 from tokenspeed.kernels.ops.collective import Communicator
@@ -25,6 +26,14 @@ class RankedSampler:
         self._device = device
         self._is_first = communicator is None or communicator.rank == 0
         self._ranks = None if communicator is None else communicator.group([range(communicator.world_size)])
+
+    def know(self, vocabulary: Vocabulary) -> None:
+        """Before the first seat that has a grammar; the first rank's alone. Any thread."""
+        self._sampler.know(vocabulary)
+
+    def close(self) -> None:
+        """End what follows grammars."""
+        self._sampler.close()
 
     def seat(self, seating: Seating) -> None:
         """A request takes a seat."""

@@ -7,6 +7,7 @@ Knows how a seat is sampled, not what its request is or when it ends. The maths 
 from __future__ import annotations
 
 import enum
+import logging
 import zlib
 from dataclasses import dataclass
 
@@ -16,16 +17,21 @@ from numpy.typing import NDArray
 
 from tokenspeed.core.plan import Int32Array, Seating
 from tokenspeed.core.request import SamplingParams, TokenLogprobs
+from tokenspeed.execution.constraints import Constraints, is_constrained
 from tokenspeed.execution.logprobs import token_logprobs
+from tokenspeed.grammar import GrammarError, Vocabulary
 from tokenspeed.kernels.ops.sampling import (
     GREEDY_BELOW,
     Draws,
     Edits,
     Filters,
+    Masks,
     Penalties,
     SampleFn,
     SamplingInputs,
 )
+
+_log = logging.getLogger("tokenspeed.execution")
 
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -41,6 +47,7 @@ class Need(enum.IntFlag):
     MIN_TOKENS = 16
     LOGPROBS = 32
     FORCED = 64
+    CONSTRAINT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,17 @@ class Sampler:
         self._prompt_len = np.zeros(max_num_seqs, dtype=np.int64)
         self._min_len = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_top = np.zeros(max_num_seqs, dtype=np.int64)
+        self._ignores_end = np.zeros(max_num_seqs, dtype=np.bool_)
         self._seats: list[_Seat | None] = [None] * max_num_seqs
+        self._constraints = Constraints(max_num_seqs, vocab_size)
+
+    def know(self, vocabulary: Vocabulary) -> None:
+        """Before the first seat that has a grammar. Any thread."""
+        self._constraints.know(vocabulary)
+
+    def close(self) -> None:
+        """End the thread that follows grammars."""
+        self._constraints.close()
 
     def seat(self, seating: Seating) -> None:
         """A request takes a seat; nothing of the one before it stays."""
@@ -94,19 +111,24 @@ class Sampler:
         self._prompt_len[seat] = seating.prompt_len
         self._min_len[seat] = seating.prompt_len + sampling.min_tokens
         self._num_top[seat] = sampling.logprobs or 0
+        self._ignores_end[seat] = sampling.ignore_eos
         self._needs[seat] = _needs_of(seating)
         self._seats[seat] = self._rare_state(seating)
+        self._constraints.seat(seating)
 
     def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> SamplerOutput:
         """One token a row. position_S: the index that the token takes in its sequence."""
         needs_S = self._needs[seats_S]
         needs = int(np.bitwise_or.reduce(needs_S, initial=0))
-        inputs = SamplingInputs() if needs == 0 else self._inputs(needs_S, seats_S, position_S)
+        lost_S = np.zeros(len(seats_S), dtype=np.bool_)
+        inputs = SamplingInputs() if needs == 0 else self._inputs(needs_S, seats_S, position_S, lost_S)
         sampled = self._sample(logits_SV, inputs)
         token_ids_S = sampled.token_ids_S.cpu().numpy().astype(np.int32)
-        is_faulty_S = sampled.is_faulty_S.cpu().numpy()
+        is_faulty_S = sampled.is_faulty_S.cpu().numpy() | lost_S
         if needs & Need.FORCED:
             self._force(token_ids_S, needs_S, seats_S, position_S)
+        for row in np.flatnonzero(((needs_S & Need.CONSTRAINT) != 0) & ~is_faulty_S):
+            self._constraints.accept(int(seats_S[row]), int(token_ids_S[row]))
         if needs & Need.PENALTY:
             self._count(token_ids_S, needs_S, is_faulty_S, seats_S)
         logprobs = self._logprobs(logits_SV, token_ids_S, needs_S, seats_S) if needs & Need.LOGPROBS else None
@@ -136,16 +158,46 @@ class Sampler:
             None if seating.forced_token_ids is None else seating.forced_token_ids.copy(),
         )
 
-    def _inputs(self, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array) -> SamplingInputs:
+    def _inputs(
+        self, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array, lost_S: BoolArray
+    ) -> SamplingInputs:
+        """lost_S: set where a grammar can no longer be followed."""
         needs = int(np.bitwise_or.reduce(needs_S))
-        draws = penalties = edits = None
+        draws = penalties = edits = masks = None
+        is_early_S = (position_S < self._min_len[seats_S]) & ((needs_S & Need.MIN_TOKENS) != 0)
+        if needs & Need.CONSTRAINT:
+            masks = self._masks(needs_S, seats_S, is_early_S, lost_S)
         if needs & Need.DRAW:
             draws = self._draws(bool(needs & Need.FILTER), seats_S, position_S)
         if needs & Need.PENALTY:
             penalties = self._penalties(np.flatnonzero(needs_S & Need.PENALTY), seats_S)
         if needs & (Need.BIAS | Need.MIN_TOKENS):
-            edits = self._edits(needs_S, seats_S, position_S)
-        return SamplingInputs(draws, penalties, edits)
+            edits = self._edits(needs_S, seats_S, is_early_S)
+        return SamplingInputs(draws, penalties, edits, masks)
+
+    def _masks(
+        self, needs_S: NDArray[np.int32], seats_S: Int64Array, is_early_S: BoolArray, lost_S: BoolArray
+    ) -> Masks | None:
+        """What the rows may take. Where only an end may come it comes, even early: is_early_S is cleared there."""
+        rows: list[int] = []
+        bits: list[Int32Array] = []
+        for row in np.flatnonzero(needs_S & Need.CONSTRAINT).tolist():
+            seat = int(seats_S[row])
+            may_end = not is_early_S[row] and not self._ignores_end[seat]
+            try:
+                step = self._constraints.next(seat, may_end=may_end)
+            except GrammarError as error:
+                _log.error("a request ends here: its grammar can no longer be followed: %s", error)
+                lost_S[row] = True
+                continue
+            if step.must_end:
+                is_early_S[row] = False
+            if step.mask is not None:
+                rows.append(row)
+                bits.append(step.mask)
+        if not rows:
+            return None
+        return Masks(self._tensor(np.array(rows)), self._tensor(np.stack(bits)))
 
     def _draws(self, has_filter: bool, seats_S: Int64Array, position_S: Int64Array) -> Draws:
         filters = None
@@ -180,8 +232,7 @@ class Sampler:
             self._tensor(rows_P), torch.stack(counts), prompt_mask_PV, presence_P, frequency_P, repetition_P
         )
 
-    def _edits(self, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array) -> Edits | None:
-        is_early_S = (position_S < self._min_len[seats_S]) & ((needs_S & Need.MIN_TOKENS) != 0)
+    def _edits(self, needs_S: NDArray[np.int32], seats_S: Int64Array, is_early_S: BoolArray) -> Edits | None:
         has_bias_S = (needs_S & Need.BIAS) != 0
         rows: list[Int64Array] = []
         ids: list[Int64Array] = []
@@ -257,6 +308,8 @@ def _needs_of(seating: Seating) -> Need:
         needs |= Need.LOGPROBS
     if seating.forced_token_ids is not None:
         needs |= Need.FORCED
+    if is_constrained(seating):
+        needs |= Need.CONSTRAINT
     return needs
 
 

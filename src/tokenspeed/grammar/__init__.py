@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Protocol
 
@@ -32,29 +33,30 @@ class GrammarError(Exception):
     """The grammar is wrong, or more than the backend can enforce. The message says what."""
 
 
-class Tag(msgspec.Struct, frozen=True):
-    """A stretch of text with a form: `begin`, then a value of the JSON Schema `schema`, or a text that the Lark grammar
-    `lark` describes, then `end`. In free text it starts where `trigger`, with which begin begins, is met."""
+class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A stretch of text with a form: `begin`, then a value of the JSON Schema `schema` or, where given, a text that the
+    Lark grammar `lark` describes, then `end`. number_end: if not empty, digits and then this stand before the value.
+    In free text it starts where `trigger`, with which begin begins, is met."""
 
     trigger: str
     begin: str
     end: str
-    schema: str | None = None
+    schema: str = "{}"
     lark: str | None = None
+    number_end: str = ""
 
 
-class Tags(msgspec.Struct, frozen=True):
-    """The source of a grammar of the kind tags. Some of `tags`, at least num_min and at most num_max (None: any
-    number), with free text before and after each where has_text, and otherwise with just `between` from one to the
-    next, after `first` and before `last`."""
+class Tags(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The source of a grammar of the kind tags: `tags` in free text, any number of them. not has_text: nothing but
+    tags, at least one and at most num_max (None: any number), after `opening`, with `parting` from one to the next, and
+    before `closing`."""
 
     tags: tuple[Tag, ...]
     has_text: bool = True
-    num_min: int = 0
     num_max: int | None = None
-    first: str = ""
-    between: str = ""
-    last: str = ""
+    opening: str = ""
+    parting: str = ""
+    closing: str = ""
 
 
 class Matcher(Protocol):
@@ -99,8 +101,20 @@ def resolve(name: str, vocabulary: Vocabulary) -> Compiler:
 def check(grammar: Grammar, name: str = DEFAULT, *, strict: bool = True) -> tuple[str, ...]:
     """Raises GrammarError when the backend cannot enforce the grammar. strict: a keyword of a JSON Schema that it does
     not know is such a fault; otherwise the keyword is among those returned, and what it asks for is not enforced."""
-    warnings: Sequence[str] = _leaf(name).check(grammar, strict)
-    return tuple(warnings)
+    fault, warnings = _verdict(grammar, name, strict)
+    if fault is not None:
+        raise GrammarError(fault)
+    return warnings
+
+
+@lru_cache(maxsize=1024)
+def _verdict(grammar: Grammar, name: str, strict: bool) -> tuple[str | None, tuple[str, ...]]:
+    """The fault, and the warnings. Agents send the same tools each turn."""
+    try:
+        warnings: Sequence[str] = _leaf(name).check(grammar, strict)
+    except GrammarError as error:
+        return str(error), ()
+    return None, tuple(warnings)
 
 
 def _leaf(name: str) -> ModuleType:

@@ -13,13 +13,12 @@ from functools import lru_cache
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 from llguidance import regex_to_lark as lark_regex
 from tokenizers import Tokenizer
 
 from tokenspeed.grammar import Grammar, GrammarError, Mask, Matcher, Tag, Tags, Vocabulary
 
-_LENIENT = '"x-guidance": {"lenient": true}'
 _NUM_COMPILED = 256
 _NO_BYTES = b"\xff"
 """The library takes what begins with this byte, which no text has, for a special token."""
@@ -40,7 +39,7 @@ def build(vocabulary: Vocabulary) -> _Compiler:
 
 class _Compiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._tokenizer = LLTokenizer(_Words(vocabulary), eos_token=list(vocabulary.end_ids) or None)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(_Words(vocabulary)), eos_token=list(vocabulary.end_ids) or None)
         self._no_markup = _mask_of(vocabulary.special_ids, len(vocabulary.tokens), vocabulary.end_ids)
         self._begin = lru_cache(maxsize=_NUM_COMPILED)(self._compile)
 
@@ -84,8 +83,6 @@ class _Matcher:
 
 class _Words:
     """The vocabulary as the library asks for it."""
-
-    is_tokenizer_wrapper = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.end_ids[0] if vocabulary.end_ids else None
@@ -138,44 +135,36 @@ def _lead(grammar: Grammar, lines: list[str]) -> str:
 
 
 def _tags(tags: Tags, extra: list[dict[str, object]], lenient: bool) -> list[str]:
-    lines = []
-    for index, tag in enumerate(tags.tags):
-        lines.append(f"value_{index}: {_value(tag, index, extra, lenient)}")
+    """The rules of `body`."""
+    lines = [f"value_{index}: {_value(tag, index, extra, lenient)}" for index, tag in enumerate(tags.tags)]
     if not tags.has_text:
-        forms = [f"{_text(tag.begin)} value_{index} {_text(tag.end)}" for index, tag in enumerate(tags.tags)]
-        lines.append("tag: " + "\n    | ".join(forms))
-        more = _more(tags, f"({_text(tags.between)} tag)")
-        return [*lines, f"body: {_text(tags.first)} tag{more} {_text(tags.last)}"]
+        lines.append("tag: " + "\n    | ".join(_form(tag, index, tag.begin) for index, tag in enumerate(tags.tags)))
+        most = "" if tags.num_max is None else f"{{0,{tags.num_max - 1}}}"
+        more = "" if tags.num_max == 1 else f"({_text(tags.parting)} tag){most or '*'}"
+        return [*lines, f"body: {_text(tags.opening)} tag {more} {_text(tags.closing)}"]
     triggers = list(dict.fromkeys(tag.trigger for tag in tags.tags))
     for place, trigger in enumerate(triggers):
         forms = [
-            f"{_text(tag.begin.removeprefix(trigger))} value_{index} {_text(tag.end)}"
+            _form(tag, index, tag.begin.removeprefix(trigger))
             for index, tag in enumerate(tags.tags)
             if tag.trigger == trigger
         ]
         lines.append(f"trigger_{place}[lazy]: /(.|\\n)*/ {_text(trigger)}")
         lines.append(f"tag_{place}: trigger_{place} ({' | '.join(forms)})")
     lines.append("tag: " + " | ".join(f"tag_{place}" for place in range(len(triggers))))
-    lines.append(r"free: /(.|\n)*/")
-    least = " ".join(["tag"] * tags.num_min)
-    most = "tag*" if tags.num_max is None else f"tag{{0,{tags.num_max - tags.num_min}}}"
-    return [*lines, f"body: {least} {most} free"]
+    return [*lines, r"free: /(.|\n)*/", "body: tag* free"]
 
 
-def _more(tags: Tags, item: str) -> str:
-    """How often a further tag comes after the first."""
-    least = max(0, tags.num_min - 1)
-    if tags.num_max is None:
-        return f" {item}{{{least},}}" if least else f" {item}*"
-    most = tags.num_max - 1
-    return f" {item}{{{least},{most}}}" if most else ""
+def _form(tag: Tag, index: int, begin: str) -> str:
+    number = f"/[0-9]+/ {_text(tag.number_end)} " if tag.number_end else ""
+    return f"{_text(begin)} {number}value_{index} {_text(tag.end)}"
 
 
 def _value(tag: Tag, index: int, extra: list[dict[str, object]], lenient: bool) -> str:
     if tag.lark is not None:
         extra.append({"name": f"value_grammar_{index}", "lark_grammar": tag.lark})
         return f"@value_grammar_{index}"
-    return _json(tag.schema or "{}", lenient)
+    return _json(tag.schema, lenient)
 
 
 def _json(schema: str, lenient: bool) -> str:

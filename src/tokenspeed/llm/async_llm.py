@@ -18,10 +18,11 @@ import msgspec
 from tokenspeed.checkpoints import ModelSource, open_model
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import EngineDeadError, OverloadedError, StartError, TokenizerError
-from tokenspeed.core.ipc import NUM_RETAINED_MAX, CacheChanges, EngineInfo, EngineStats
+from tokenspeed.core.ipc import NUM_RETAINED_MAX, CacheChanges, EngineInfo, EngineStats, Vocabulary
 from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.engine.process import Engine, EngineProcess, InProcessEngine
 from tokenspeed.llm.engine_client import EngineClient, ProgressFn
+from tokenspeed.llm.grammars import vocabulary_of
 from tokenspeed.llm.input_processor import (
     ChatPrompt,
     InputProcessor,
@@ -58,6 +59,8 @@ class AsyncLLM:
         self._on_cache: Callable[[CacheChanges | None], None] | None = None
         self._default_params = SamplingParams(**default_sampling(source))  # type: ignore[arg-type]
         self._encoding = asyncio.Semaphore(1)
+        self._preparing = asyncio.Lock()
+        self._vocabulary: Vocabulary | None = None
 
     @classmethod
     async def start(
@@ -158,7 +161,10 @@ class AsyncLLM:
             retain=retain,
             timeout_s=timeout_s,
         )
-        request = await self._process(prompt, process)
+        has_grammar = params is not None and params.grammar is not None
+        request = await self._process(prompt, process, inline=not has_grammar)
+        if request.params.grammar is not None:
+            await self.prepare_grammars()
         self._require_serving(len(request.sequences))  # encoding may have taken a while
         if retain is not None:
             self._note_retained(request_id, request.sequences[0].request_id)
@@ -168,6 +174,17 @@ class AsyncLLM:
         for sequence in request.sequences:
             self._client.submit(sequence, stream)
         return stream
+
+    async def prepare_grammars(self) -> None:
+        """Tell the engine what grammars need; the first request that has one does it otherwise, and waits. Raises
+        EngineDeadError."""
+        if self._client.knows_vocabulary:
+            return
+        async with self._preparing:
+            if self._vocabulary is None:
+                eos_ids = self.input_processor.eos_ids
+                self._vocabulary = await asyncio.to_thread(vocabulary_of, self.tokenizer, eos_ids)
+            self._client.know(self._vocabulary)
 
     async def generate(
         self,
@@ -254,8 +271,10 @@ class AsyncLLM:
         while len(self._retained) > NUM_RETAINED_MAX:
             del self._retained[next(iter(self._retained))]
 
-    async def _process(self, prompt: Prompt, process: Callable[[], ProcessedRequest]) -> ProcessedRequest:
-        if _num_chars(prompt) <= _INLINE_CHARS_MAX:
+    async def _process(
+        self, prompt: Prompt, process: Callable[[], ProcessedRequest], *, inline: bool
+    ) -> ProcessedRequest:
+        if inline and _num_chars(prompt) <= _INLINE_CHARS_MAX:
             return process()
         async with self._encoding:  # one at a time: tokenizers keep caches
             return await asyncio.to_thread(process)

@@ -32,6 +32,7 @@ from tokenspeed.core.ipc import (
     Submit,
     ToEngine,
     Updates,
+    Vocabulary,
     WatchCache,
     decode_from_engine,
     encode_frame,
@@ -72,6 +73,7 @@ class EngineClient:
         self._reader = reader
         self._writer = writer
         self._frames = FrameBuffer()
+        self._knows_vocabulary = False
         self._sinks: dict[str, Sink] = {}
         self._info: EngineInfo | None = None
         self._death: EngineDeadError | None = None
@@ -145,6 +147,17 @@ class EngineClient:
         assert request.request_id not in self._sinks, f"request id {request.request_id!r} is live already"
         self._sinks[request.request_id] = sink
         self._send(Submit(request))
+
+    @property
+    def knows_vocabulary(self) -> bool:
+        """Whether requests may have grammars."""
+        return self._knows_vocabulary
+
+    def know(self, vocabulary: Vocabulary) -> None:
+        """From now on requests may have grammars."""
+        if self.is_alive and not self._knows_vocabulary:
+            self._knows_vocabulary = True
+            self._send(vocabulary)
 
     def cancel(self, request_id: str) -> None:
         """Drop the sequence; no further update of it is delivered. Ids that are not live are ignored."""

@@ -24,6 +24,8 @@ from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import CapacityExceededError, ConfigError, ContextLengthError, InvalidRequestError
 from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.core.request import EngineRequest, Retention, SamplingParams, pack_ids
+from tokenspeed.llm.grammars import checked_grammar
+from tokenspeed.llm.piece_cache import Encoded
 from tokenspeed.llm.retention import checked_priority, checked_retention, checked_seconds
 from tokenspeed.llm.sampling import checked, default_sampling, sequence_seed
 
@@ -84,7 +86,8 @@ class TextCodec(Protocol):
     @property
     def control_texts(self) -> Sequence[str]: ...
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]: ...
-    def encode_marked(self, text: str, mark: str) -> list[int]: ...
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> Encoded: ...
+    def encode_marked(self, text: str, mark: str) -> Encoded: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
 
@@ -114,6 +117,11 @@ class InputProcessor:
         self._token_chars_max = NORMALISING_MAX * _longest_token(tokenizer)
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The model's end-of-sequence ids."""
+        return self._eos_ids
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether a ChatPrompt can be rendered."""
         return self._template is not None
@@ -141,17 +149,7 @@ class InputProcessor:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, each known to the model. Raises InvalidRequestError."""
-        match prompt:
-            case TextPrompt(text, add_special_tokens):
-                self._require_room(text, "prompt")
-                ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            case ChatPrompt():
-                ids = self._encode_chat(prompt)
-            case TokensPrompt(token_ids):
-                ids = self._known(token_ids)
-        if not ids:
-            raise InvalidRequestError("the prompt is empty; it must hold at least one token", _PARAM[type(prompt)])
-        return ids
+        return list(self._encoded(prompt).ids)
 
     def process(
         self,
@@ -170,13 +168,16 @@ class InputProcessor:
         if timeout_s is not None:
             timeout_s = checked_seconds(timeout_s, "timeout_s")
         checked_priority(priority, "priority")
-        ids = self.encode(prompt)
+        if params.grammar is not None:
+            checked_grammar(params.grammar)
+        encoded = self._encoded(prompt)
+        ids = encoded.ids
         params = self._fitted(params, len(ids), _PARAM[type(prompt)])
         eos_ids = () if params.ignore_eos else self._eos_ids
         forced = self._forced_ids(ids)
         whole = EngineRequest(
             request_id=request_id,
-            token_ids=pack_ids(ids),
+            token_ids=encoded.packed,
             sampling=params,
             end_token_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
             priority=priority,
@@ -186,15 +187,28 @@ class InputProcessor:
             forced_token_ids=None if forced is None else pack_ids(forced),
         )
         sequences = tuple(_sequence(whole, index) for index in range(params.n))
-        return ProcessedRequest(tuple(ids), params, sequences, frozenset(self._eos_ids))
+        return ProcessedRequest(ids, params, sequences, frozenset(self._eos_ids))
 
-    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+    def _encoded(self, prompt: Prompt) -> Encoded:
+        match prompt:
+            case TextPrompt(text, add_special_tokens):
+                self._require_room(text, "prompt")
+                encoded = self._tokenizer.encode_prompt(text, add_special_tokens=add_special_tokens)
+            case ChatPrompt():
+                encoded = self._encode_chat(prompt)
+            case TokensPrompt(token_ids):
+                encoded = Encoded.of(self._known(token_ids))
+        if not encoded.ids:
+            raise InvalidRequestError("the prompt is empty; it must hold at least one token", _PARAM[type(prompt)])
+        return encoded
+
+    def _encode_chat(self, prompt: ChatPrompt) -> Encoded:
         """Control text inside data stays text."""
         marked = mark_data(prompt.messages, prompt.tools, self._tokenizer.control_texts)
         if marked is None:
             text = self.render(prompt)
             self._require_room(text, "messages")
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.encode_prompt(text, add_special_tokens=False)
         text = self.render(dataclasses.replace(prompt, messages=marked.messages, tools=marked.tools))
         self._require_room(text, "messages")
         escaped = json.dumps(marked.mark)[1:-1]  # a template may write JSON in ASCII
@@ -240,7 +254,7 @@ class InputProcessor:
             return asked
         return own if isinstance(own, int) else self._info.max_model_len
 
-    def _forced_ids(self, prompt_ids: list[int]) -> list[int] | None:
+    def _forced_ids(self, prompt_ids: Sequence[int]) -> list[int] | None:
         """What a scripted model will say to this prompt; None for a real model."""
         script = self._source.script
         if script is None:

@@ -14,16 +14,18 @@ from tokenizers import Tokenizer as Engine
 
 from tokenspeed.checkpoints import GgufVocabulary, TokenizerFile, TokenizerSource
 from tokenspeed.llm.gguf_tokenizer import build_gguf
+from tokenspeed.llm.piece_cache import Encoded, PieceCache, joined, without_surrogates
 from tokenspeed.llm.tokenizer_file import build_file
 from tokenspeed.llm.vocabulary import Vocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+PLAIN_BYTES_MAX = 4 * 1024 * 1024
+"""For control texts inside data, of which there are few."""
 
 
 class Tokenizer:
-    """Immutable once built; every method may be called from several threads at once. control_texts: what steers the
-    model where a template writes it, and is plain text inside data."""
+    """Remembers, but answers as if it did not; every method may be called from several threads at once. control_texts:
+    what steers the model where a template writes it, and is plain text inside data."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -31,6 +33,11 @@ class Tokenizer:
         self._added = {True: tuple(vocabulary.literals.values()), False: _ordinary(vocabulary.plain)}
         ordinary = set(self._added[False])
         self.control_texts = tuple(text for text in self._added[True] if text not in ordinary and len(text) > 1)
+        self._controls = frozenset(self.control_texts)
+        self._control_lengths = _lengths_by_first(self.control_texts)
+        ints = tuple(range(vocabulary.size))
+        self._cache = PieceCache(vocabulary.engine, vocabulary.cuts, ints)
+        self._plain_cache = PieceCache(vocabulary.plain, None, ints, PLAIN_BYTES_MAX)
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
@@ -52,33 +59,54 @@ class Tokenizer:
         second one. A rendered chat template brings its own, so encode that with False.
         parse_special: the text of a control token becomes that token; with False it is ordinary text, for data.
         """
-        vocabulary = self._vocabulary
-        engine = vocabulary.engine if parse_special else vocabulary.plain
-        text = _without_surrogates(text)
-        if vocabulary.lead and text and not text.startswith(self._added[parse_special]):
-            text = vocabulary.lead + text
-        ids: list[int] = engine.encode(text, add_special_tokens=False).ids
-        if not add_special_tokens:
-            return ids
-        prefix, suffix = list(vocabulary.prefix_ids), list(vocabulary.suffix_ids)
-        if prefix and ids[: len(prefix)] == prefix:
-            prefix = []
-        return prefix + ids + suffix
+        if parse_special:
+            return list(self.encode_prompt(text, add_special_tokens=add_special_tokens).ids)
+        text = without_surrogates(text)
+        ids: list[int] = self._vocabulary.plain.encode(self._led(text, False), add_special_tokens=False).ids
+        return list(self._surrounded(Encoded.of(ids)).ids) if add_special_tokens else ids
 
-    def encode_marked(self, text: str, mark: str) -> list[int]:
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
+        """As encode, in both forms of ids. What a text has in common with those encoded lately is not encoded again."""
+        encoded = joined(self._cache.encode(self._led(text, True)))
+        return self._surrounded(encoded) if add_special_tokens else encoded
+
+    def encode_marked(self, text: str, mark: str) -> Encoded:
         """Token ids of a rendered conversation in which control texts that are data are broken by `mark` after their
         first character: each becomes ordinary tokens, alone, and the rest is encoded as by `encode`. Marks vanish."""
-        broken = sorted((text[0] + mark + text[1:] for text in self.control_texts), key=len, reverse=True)
-        pieces = re.split(f"({'|'.join(map(re.escape, broken))})", text)
-        ids: list[int] = []
-        for index, piece in enumerate(pieces):
+        parts: list[Encoded] = []
+        for index, piece in enumerate(self._split_at_marks(text, mark)):
             clean = piece.replace(mark, "")
             if index == 0:
-                ids += self.encode(clean, add_special_tokens=False)
-            elif clean:
-                engine = self._vocabulary.plain if index % 2 else self._vocabulary.engine
-                ids += engine.encode(_without_surrogates(clean), add_special_tokens=False).ids
-        return ids
+                clean = self._led(clean, True)
+            parts += self._plain_cache.encode(clean) if index % 2 else self._cache.encode(clean)
+        return joined(parts)
+
+    def _led(self, text: str, parse_special: bool) -> str:
+        """The text with what the vocabulary puts before it."""
+        lead = self._vocabulary.lead
+        return lead + text if lead and text and not text.startswith(self._added[parse_special]) else text
+
+    def _surrounded(self, encoded: Encoded) -> Encoded:
+        prefix, suffix = self._vocabulary.prefix_ids, self._vocabulary.suffix_ids
+        if encoded.ids[: len(prefix)] == prefix:
+            prefix = ()
+        return joined([Encoded.of(prefix), encoded, Encoded.of(suffix)]) if prefix or suffix else encoded
+
+    def _split_at_marks(self, text: str, mark: str) -> list[str]:
+        """Ordinary text and broken control text in turn; of several control texts at one place, the longest."""
+        pieces: list[str] = []
+        start, place = 0, text.find(mark)
+        while place >= 0:
+            begin = place - 1
+            lengths = self._control_lengths.get(text[begin], ()) if begin >= start else ()
+            end = next(
+                (place + n for n in lengths if text[begin] + text[place + 1 : place + n] in self._controls), None
+            )
+            if end is not None:
+                pieces += [text[start:begin], text[begin:end]]
+                start = end
+            place = text.find(mark, end or place + 1)
+        return [*pieces, text[start:]]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True, from_start: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -90,6 +118,10 @@ class Tokenizer:
         if from_start and self.strips_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", "replace")
+
+    def engine_json(self) -> str:
+        """The `tokenizers` engine that encodes text inside a text, for a process that has to cut text alike."""
+        return str(self._vocabulary.engine.to_str())
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of a token, the text of an added one; empty for an id that only pads the vocabulary."""
@@ -128,9 +160,12 @@ def _ordinary(plain: Engine) -> tuple[str, ...]:
     return tuple(token.content for token in plain.get_added_tokens_decoder().values() if not token.special)
 
 
-def _without_surrogates(text: str) -> str:
-    """Text that can be written as UTF-8: a lone surrogate, which JSON can smuggle in, becomes U+FFFD."""
-    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+def _lengths_by_first(texts: Iterable[str]) -> dict[str, list[int]]:
+    """The lengths of the texts that begin with a character, longest first."""
+    lengths: dict[str, set[int]] = {}
+    for text in texts:
+        lengths.setdefault(text[0], set()).add(len(text))
+    return {first: sorted(each, reverse=True) for first, each in lengths.items()}
 
 
 def _byte_alphabet() -> dict[str, int]:

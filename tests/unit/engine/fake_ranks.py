@@ -24,6 +24,7 @@ import numpy as np
 
 from tokenspeed.core.config import DeviceConfig, EngineConfig, ModelConfig, ParallelConfig
 from tokenspeed.core.errors import CapacityError
+from tokenspeed.core.ipc import Vocabulary
 from tokenspeed.core.plan import RowKind, Seating, StepPlan, StepResult
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.engine import follower
@@ -138,6 +139,9 @@ class DeedRunner:
         if any(do(word.removesuffix("-launch"), self.rank) == "break" for word in words if word.endswith("-launch")):
             raise RuntimeError("cannot launch")
         return Handle(lambda: self._run(plan, [word for word in words if not word.endswith("-launch")]))
+
+    def know(self, vocabulary: Vocabulary) -> None:
+        raise AssertionError("no grammar is spoken of here")
 
     def poll_transfers(self) -> tuple[tuple[int, bool], ...]:
         ended, self.late = tuple(self.late), []

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contract of the sampling op: one token for each row of logits. Knows no request and no seat.
 
-Shapes: S rows, V vocabulary, P penalised rows, N coordinates.
+Shapes: S rows, V vocabulary, P penalised rows, N coordinates, G masked rows, W = ceil(V / 32) words.
 
 `sample(logits_SV, inputs) -> Sampled`
 * logits_SV: (S, V) float32 on any device, any strides; S may be 0. Never changed.
-* The order is: repetition, frequency and presence penalty; biases; banned tokens (−inf); temperature; min-p; top-k;
-  top-p over what top-k left; draw.
+* The order is: repetition, frequency and presence penalty; biases; banned tokens and masks (−inf);
+  temperature; min-p; top-k; top-p over what top-k left; draw.
 * A row with temperature 0 takes the most likely token (the lowest id of equals) and ignores the filters.
 * A filter is a threshold: tokens as likely as the last one kept are kept too, so the set never depends on sort order.
   min-p keeps p ≥ min_p · p_max; top-k keeps the k most likely; top-p keeps a token while the probability of the
@@ -52,6 +52,15 @@ class Edits:
 
 
 @dataclass(frozen=True, slots=True)
+class Masks:
+    """Tokens that rows may take: bit i % 32 of word i // 32 stands for token i. rows_G int64, bits_GW int32, at least
+    one bit set below V in each row."""
+
+    rows_G: torch.Tensor
+    bits_GW: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Filters:
     """Per row: top_k_S int64 (0 is off), top_p_S float32 (1 is off), min_p_S float32 (0 is off)."""
 
@@ -78,6 +87,7 @@ class SamplingInputs:
     draws: Draws | None = None
     penalties: Penalties | None = None
     edits: Edits | None = None
+    masks: Masks | None = None
 
 
 @dataclass(frozen=True, slots=True)

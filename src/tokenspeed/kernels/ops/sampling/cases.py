@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed.kernels.conformance import Case, Cost, Row, Tolerance
-from tokenspeed.kernels.ops.sampling import Draws, Edits, Filters, Penalties, SamplingInputs
+from tokenspeed.kernels.ops.sampling import Draws, Edits, Filters, Masks, Penalties, SamplingInputs
 
 TOLERANCE = {torch.float32: Tolerance(0.0, 0.0), torch.bfloat16: Tolerance(0.0, 0.0)}
 
@@ -31,6 +31,9 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     edited = SamplingInputs(None, _penalties(generator, (4, 0, 2), 90), _edits())
     yield _case("edited", logits(6, 90), edited)
     yield _case("all", logits(6, 90), SamplingInputs(_draws(6, True), edited.penalties, edited.edits))
+    for num_rows, vocab_size in ((2, 32), (3, 577)):
+        masked = SamplingInputs(_draws(num_rows, True), masks=_masks(generator, num_rows, vocab_size))
+        yield _case(f"{num_rows}x{vocab_size}-masked", logits(num_rows, vocab_size), masked)
     yield _case("strided", logits(8, 200)[::2, 3:160], SamplingInputs(_draws(4, True)))
     yield _case("equals", torch.ones(4, 300), SamplingInputs(_draws(4, True)))
     faulty_SV = logits(5, 65)
@@ -71,8 +74,16 @@ def _edits() -> Edits:
     return Edits(torch.tensor([0, 0, 0, 3, 5]), torch.tensor([4, 4, 89, 17, 0]), values_N)
 
 
+def _masks(generator: torch.Generator, num_rows: int, vocab_size: int) -> Masks:
+    """A dense one, and for the last row one bit: the highest."""
+    bits_GW = torch.randint(-(1 << 31), 1 << 31, (2, -(-vocab_size // 32)), generator=generator).to(torch.int32)
+    bits_GW[1] = 0
+    bits_GW[1, -1] = 1 << (vocab_size - 1) % 32 if vocab_size % 32 else -(1 << 31)
+    return Masks(torch.tensor([0, num_rows - 1]), bits_GW)
+
+
 def _case(name: str, logits_SV: torch.Tensor, inputs: SamplingInputs) -> Case:
-    is_whole = inputs.penalties is not None or inputs.edits is not None
+    is_whole = any(part is not None for part in (inputs.penalties, inputs.edits, inputs.masks))
     num_rows = 0 if is_whole else len(logits_SV)
     return Case(name, (logits_SV, inputs), rows=tuple(_row(logits_SV, inputs.draws, row) for row in range(num_rows)))
 

@@ -16,6 +16,7 @@ from tokenspeed.kernels.ops.sampling import (
     Draws,
     Edits,
     Filters,
+    Masks,
     Penalties,
     Sampled,
     SamplingInputs,
@@ -55,13 +56,15 @@ def noise(seed_N: torch.Tensor, position_N: torch.Tensor, token_ids: torch.Tenso
 
 def _edit(logits_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     """The logits after penalties, biases and bans: a copy when there are any."""
-    if inputs.penalties is None and inputs.edits is None:
+    if inputs.penalties is None and inputs.edits is None and inputs.masks is None:
         return logits_SV
     edited_SV = logits_SV.clone()
     if inputs.penalties is not None:
         _penalise(edited_SV, inputs.penalties)
     if inputs.edits is not None:
         _add(edited_SV, inputs.edits)
+    if inputs.masks is not None:
+        _mask(edited_SV, inputs.masks)
     return edited_SV
 
 
@@ -79,6 +82,12 @@ def _penalise(logits_SV: torch.Tensor, penalties: Penalties) -> None:
 
 def _add(logits_SV: torch.Tensor, edits: Edits) -> None:
     logits_SV.index_put_((edits.rows_N, edits.token_ids_N), edits.values_N, accumulate=True)
+
+
+def _mask(logits_SV: torch.Tensor, masks: Masks) -> None:
+    shifts = torch.arange(32, dtype=torch.int32, device=logits_SV.device)
+    bits_GV = (masks.bits_GW.unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)[:, : logits_SV.shape[-1]]
+    logits_SV[masks.rows_G] = logits_SV[masks.rows_G].masked_fill_(bits_GV == 0, -math.inf)
 
 
 def _draw(logits_SV: torch.Tensor, greedy_S: torch.Tensor, draws: Draws) -> torch.Tensor:

@@ -8,19 +8,21 @@ out; fields that it does not know are ignored, as clients send new ones with eve
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.core.request import SamplingParams
-from tokenspeed.llm.sampling import checked, default_sampling
+from tokenspeed.llm.sampling import INT32_MAX, TEMPERATURE_MAX, checked, default_sampling
 from tokenspeed.server.chat import Conversation, Message, ToolCall
 from tokenspeed.server.errors import HttpError
+from tokenspeed.server.fields import Refused, above, at_least_one, one_of, within
 from tokenspeed.server.served import ServedLLM
 
 _BILLING_PREFIX = "x-anthropic-billing-header:"
 _THREAD_CODE = "thread_unsupported_request"
+_ROLES = ("user", "assistant", "system")
 _REASONING_BLOCKS = ("thinking", "redacted_thinking")
 
 
@@ -50,7 +52,7 @@ class Block(msgspec.Struct):
 class MessageField(msgspec.Struct):
     """One message of the body."""
 
-    role: str
+    role: Annotated[str, one_of(*_ROLES)]
     content: str | list[Block]
 
 
@@ -90,25 +92,25 @@ class OutputConfig(msgspec.Struct):
 class CountBody(msgspec.Struct, kw_only=True):
     """The body of /v1/messages/count_tokens."""
 
-    messages: list[MessageField]
+    messages: Annotated[list[MessageField], at_least_one()]
     model: str | None = None
     system: str | list[Block] | None = None
     tools: list[ToolField] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    thread: Any = None
+    thread: Refused = None
     metadata: dict[str, Any] | None = None
 
 
 class MessagesBody(CountBody, kw_only=True):
     """The body of /v1/messages."""
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, within(1, INT32_MAX)] = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Annotated[float | None, within(0, TEMPERATURE_MAX)] = None
+    top_p: Annotated[float | None, above(0, 1)] = None
+    top_k: Annotated[int | None, within(-1, INT32_MAX)] = None
     stop_sequences: list[str] | None = None
 
 
@@ -186,7 +188,7 @@ def _system(system: str | list[Block] | None) -> list[Message]:
 
 
 def _messages(message: MessageField, where: str, schemas: Mapping[str, object]) -> list[Message]:
-    if message.role not in ("user", "assistant", "system"):
+    if message.role not in _ROLES:
         raise InvalidRequestError(f"{where}.role is {message.role!r}; use user, assistant or system", f"{where}.role")
     blocks = [Block("text", text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":

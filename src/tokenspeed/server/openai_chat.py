@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,22 +15,26 @@ from tokenspeed.chat.parsers import ContentDelta, ReasoningDelta, ToolCallArgume
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm.outputs import LogprobEntry
+from tokenspeed.llm.sampling import INT32_MAX, LOGPROBS_MAX
 from tokenspeed.server.chat import ROLES, Conversation, Message, ToolCall
+from tokenspeed.server.fields import Nothing, Refused, at_least_one, one_of, within
 from tokenspeed.server.generation import Job, Tally, Usage
 from tokenspeed.server.openai_logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
-from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params
+from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params, under_its_name
 from tokenspeed.server.served import Served, ServedLLM
 from tokenspeed.server.sse import DONE, data_frame
 from tokenspeed.server.turn import End, News, Reply, news_of
 
 # What the request itself says to the template.
 _OWN_TEMPLATE_NAMES = ("self", "messages", "tools", "add_generation_prompt")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_OTHER_ROLES = {"developer": "system", "function": "tool"}
 
 
 class ContentPart(msgspec.Struct):
     """A part of a message's content."""
 
-    type: str
+    type: Annotated[str, one_of(*_TEXT_PARTS)]
     text: str | None = None
 
 
@@ -50,7 +54,7 @@ class ToolCallField(msgspec.Struct):
 class MessageField(msgspec.Struct):
     """One message of the body."""
 
-    role: str
+    role: Annotated[str, one_of(*ROLES, *_OTHER_ROLES)]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallField] | None = None
@@ -68,18 +72,18 @@ class ResponseFormat(msgspec.Struct):
 class ChatBody(SamplingFields, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    messages: list[MessageField]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[MessageField], at_least_one()]
+    max_completion_tokens: Annotated[int | None, within(1, INT32_MAX)] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, within(0, LOGPROBS_MAX)] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
+    functions: Annotated[list[Any] | None, one_of(None, [])] = None
+    function_call: Refused = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    continue_final_message: Nothing = None
     chat_template_kwargs: dict[str, Any] | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
@@ -332,7 +336,7 @@ def _refuse_what_needs_a_grammar(body: ChatBody) -> None:
 
 
 def _message(index: int, message: MessageField) -> Message:
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    role = _OTHER_ROLES.get(message.role, message.role)
     if role not in ROLES:
         raise InvalidRequestError(
             f"messages[{index}].role is {message.role!r}; use one of {', '.join(ROLES)}", f"messages[{index}].role"
@@ -353,7 +357,7 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     for index, part in enumerate(content):
         if part.text is None and part.type == "text":
             raise InvalidRequestError(f"{where}[{index}].text is missing", f"{where}[{index}].text")
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+        if part.type not in _TEXT_PARTS or part.text is None:
             param = f"{where}[{index}].type"
             raise InvalidRequestError(f"{param} is {part.type!r}; this model takes text parts only", param)
     return "\n".join(part.text or "" for part in content)
@@ -380,7 +384,14 @@ def _params(body: ChatBody, llm: ServedLLM) -> SamplingParams:
         raise InvalidRequestError("prompt_logprobs is not available with stream: true", "prompt_logprobs")
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = body.top_logprobs or 0 if body.logprobs else None
-    return sampling_params(body, llm, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+    names = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    asked = body.prompt_logprobs
+    try:
+        return sampling_params(body, llm, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=asked)
+    except InvalidRequestError as error:
+        raise under_its_name(error, names) from None
 
 
 def _template_kwargs(body: ChatBody) -> dict[str, object]:

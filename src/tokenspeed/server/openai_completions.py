@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Annotated
 
 import msgspec
 
@@ -16,6 +17,8 @@ from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm.input_processor import Prompt, TextPrompt, TokensPrompt
 from tokenspeed.llm.outputs import CompletionOutput, LogprobEntry, RequestOutput, TokenText
+from tokenspeed.llm.sampling import LOGPROBS_MAX
+from tokenspeed.server.fields import at_least_one, one_of, within
 from tokenspeed.server.generation import Choice, Job, Piece, Tally, Usage, finish_text, pieces, whole
 from tokenspeed.server.openai_logprobs import (
     CompletionLogprobs,
@@ -35,10 +38,10 @@ PromptEntries = tuple[list[LogprobEntry | None], TokenText | None]
 class CompletionBody(SamplingFields, kw_only=True):
     """The body of /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Annotated[str | list[str | int | list[int]], at_least_one()]
     echo: bool | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
+    logprobs: Annotated[int | None, within(0, LOGPROBS_MAX)] = None
+    suffix: Annotated[str | None, one_of(None, "")] = None
     add_special_tokens: bool | None = None
 
 

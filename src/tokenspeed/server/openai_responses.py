@@ -11,16 +11,18 @@ import base64
 import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.core.request import SamplingParams
+from tokenspeed.llm.sampling import INT32_MAX
 from tokenspeed.server.chat import Conversation, Message, ToolCall
+from tokenspeed.server.fields import Nothing, Refused, one_of, within
 from tokenspeed.server.responses_store import Item, ResponsesStore, items_of
 from tokenspeed.server.responses_tools import CUSTOM_FIELD, SEARCH, Toolbox, callable_name
-from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params
+from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params, under_its_name
 from tokenspeed.server.served import ServedLLM
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -62,14 +64,16 @@ class ResponsesBody(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = None
-    top_logprobs: int | None = None
+    max_output_tokens: Annotated[int | None, within(1, INT32_MAX)] = None
+    top_logprobs: Annotated[int | None, one_of(None, 0)] = None
     reasoning: Reasoning | None = None
     text: TextField | None = None
     include: list[str] | None = None
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
+    n: Annotated[int | None, one_of(None, 1)] = None
+    prompt_logprobs: Refused = None
+    background: Nothing = None
+    conversation: Refused = None
+    prompt: Refused = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     session_id: str | None = None
@@ -197,10 +201,8 @@ def _params(body: ResponsesBody, llm: ServedLLM) -> SamplingParams:
     try:
         return sampling_params(body, llm, max_tokens=max_tokens, logprobs=None, prompt_logprobs=None)
     except InvalidRequestError as error:
-        if error.param != "max_tokens" or body.max_output_tokens is None:
-            raise
-        message = str(error).replace("max_tokens", "max_output_tokens")
-        raise InvalidRequestError(message, "max_output_tokens") from None
+        names = {} if body.max_output_tokens is None else {"max_tokens": "max_output_tokens"}
+        raise under_its_name(error, names) from None
 
 
 def _template_kwargs(body: ResponsesBody) -> dict[str, object]:

@@ -7,13 +7,22 @@ Defaults come from the model's generation_config.json. Knows no messages and no 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from tokenspeed.core.errors import InvalidRequestError
-from tokenspeed.core.request import SamplingParams
-from tokenspeed.llm.sampling import checked, default_sampling
+from tokenspeed.core.request import PRIORITY_ABS_MAX, SamplingParams
+from tokenspeed.llm.sampling import (
+    INT32_MAX,
+    LOGPROBS_MAX,
+    N_MAX,
+    PENALTY_ABS_MAX,
+    TEMPERATURE_MAX,
+    checked,
+    default_sampling,
+)
+from tokenspeed.server.fields import Refused, above, within
 from tokenspeed.server.served import ServedLLM
 
 # Fields that SamplingParams has under the same name and type.
@@ -74,50 +83,50 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    n: Annotated[int | None, within(1, N_MAX)] = None
+    temperature: Annotated[float | None, within(0, TEMPERATURE_MAX)] = None
+    top_p: Annotated[float | None, above(0, 1)] = None
+    top_k: Annotated[int | None, within(-1, INT32_MAX)] = None
+    min_p: Annotated[float | None, within(0, 1)] = None
+    presence_penalty: Annotated[float | None, within(-PENALTY_ABS_MAX, PENALTY_ABS_MAX)] = None
+    frequency_penalty: Annotated[float | None, within(-PENALTY_ABS_MAX, PENALTY_ABS_MAX)] = None
+    repetition_penalty: Annotated[float | None, above(0, 1e9)] = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    seed: Annotated[int | None, within(-(2**63), 2**63 - 1)] = None
+    max_tokens: Annotated[int | None, within(1, INT32_MAX)] = None
+    min_tokens: Annotated[int | None, within(0, INT32_MAX)] = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
-    priority: int | None = None
+    prompt_logprobs: Annotated[int | None, within(0, LOGPROBS_MAX)] = None
+    priority: Annotated[int | None, within(-PRIORITY_ABS_MAX, PRIORITY_ABS_MAX)] = None
     best_of: int | None = None
 
-    cache_salt: Any = None
-    prompt_embeds: Any = None
-    audio: Any = None
-    modalities: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    early_stopping: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: Any = None
-    typical_p: Any = None
-    xtc_probability: Any = None
-    dry_multiplier: Any = None
-    mirostat: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    grammar: Any = None
+    cache_salt: Refused = None
+    prompt_embeds: Refused = None
+    audio: Refused = None
+    modalities: Refused = None
+    use_beam_search: Refused = None
+    length_penalty: Refused = None
+    early_stopping: Refused = None
+    bad_words: Refused = None
+    allowed_token_ids: Refused = None
+    truncate_prompt_tokens: Refused = None
+    typical_p: Refused = None
+    xtc_probability: Refused = None
+    dry_multiplier: Refused = None
+    mirostat: Refused = None
+    guided_json: Refused = None
+    guided_regex: Refused = None
+    guided_choice: Refused = None
+    guided_grammar: Refused = None
+    structured_outputs: Refused = None
+    json_schema: Refused = None
+    regex: Refused = None
+    ebnf: Refused = None
+    grammar: Refused = None
 
 
 def sampling_params(
@@ -145,6 +154,14 @@ def sampling_params(
         }
     )
     return checked(params, vocab_size)
+
+
+def under_its_name(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    """The error as it reads for a body that has the field under another name. names: ours to the body's."""
+    ours = error.param or ""
+    if ours not in names:
+        return error
+    return InvalidRequestError(str(error).replace(ours, names[ours], 1), names[ours])
 
 
 def request_priority(body: SamplingFields) -> int:

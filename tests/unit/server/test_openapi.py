@@ -119,3 +119,36 @@ def test_the_page_needs_no_other_host(shared: Any) -> None:
     assert "connect-src 'self'" in policy
     assert not re.search(r"https?:|//[a-z]+\.|@import|\b(src|href)=", response.text)
     assert 'fetch("openapi.json")' in response.text
+
+
+def limited_fields(made: dict[str, Any], path: str) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """(field, values that the document allows, values that it does not)."""
+    name = made["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+    for field, schema in made["components"]["schemas"][name]["properties"].items():
+        if "enum" in schema:
+            kinds = {each.get("type") for each in schema.get("anyOf", ())}
+            wrong = True if "boolean" in kinds else 3 if "integer" in kinds else ["x"] if "array" in kinds else "x"
+            yield field, schema["enum"], [wrong]
+        elif "maximum" in schema:
+            low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema["maximum"]
+            below = low - 1 if "minimum" in schema else low
+            allowed = [low, high] if "minimum" in schema else [(low + high) / 2]
+            yield field, [None, *allowed], [below] if high == 1e9 else [below, high * 2 + 1]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_what_the_document_allows_is_taken_and_nothing_else(shared: Any, made: dict[str, Any], path: str) -> None:
+    example = made["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+    limited = list(limited_fields(made, path))
+    assert {"temperature", "top_p", "top_k"} <= {field for field, _, _ in limited}
+    for field, allowed, wrong in limited:
+        together = {"logprobs": True} if path == "/v1/chat/completions" and field == "top_logprobs" else {}
+        example = {name: value for name, value in example.items() if "max_" not in name}
+        for value in wrong:
+            response = shared.client.post(path, json={**example, **together, field: value})
+            assert response.status_code == 400, (field, value)
+            error = response.json()["error"]
+            assert field in (error["param"] if "param" in error else error["message"]), (field, response.text)
+        for value in allowed if field not in ("n", "min_tokens") else allowed[:1]:
+            response = shared.client.post(path, json={**example, **together, field: value})
+            assert response.status_code == 200, (field, value, response.text)

@@ -145,13 +145,31 @@ async def _serve(serving: Serving, sock: socket.socket, grpc: socket.socket | No
         return 128 + stop.number
     llm = loading.result()
     try:
-        app = create_app(llm, serving.server)
-        url_of = partial(_url, "grpc", serving.server.host)
-        async with gateways_served(app.state.served, grpc, url_of) as grpc_port:
-            await _serve_http(serving, sock, app, grpc_port, stop)
+        async with _observed(llm) as tracer:
+            app = create_app(llm, serving.server, tracer=tracer)
+            url_of = partial(_url, "grpc", serving.server.host)
+            async with gateways_served(app.state.served, grpc, url_of) as grpc_port:
+                await _serve_http(serving, sock, app, grpc_port, stop)
     finally:
         await llm.shutdown()
     return 0
+
+
+@contextlib.asynccontextmanager
+async def _observed(llm: AsyncLLM) -> AsyncIterator[Tracer | None]:
+    """Where spans go, while stalls of the engine are watched for."""
+    parallel, stall_s = llm.config.parallel, Patience().stall_s
+    if parallel.num_ranks > 1:  # the report comes before the replica is given up
+        stall_s = min(stall_s, parallel.rank_timeout_s / 2)
+    answer_stacks_signal()
+    watching = asyncio.ensure_future(StallWatch(llm, stall_s).run())
+    tracer = open_tracer(trace_settings(), served_name(llm))
+    try:
+        yield tracer
+    finally:
+        watching.cancel()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 async def _serve_http(

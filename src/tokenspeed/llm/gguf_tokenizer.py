@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from tokenspeed.checkpoints import GgufVocabulary
 from tokenspeed.core.errors import TokenizerError
+from tokenspeed.llm.cuts import cuts_at_markup, cuts_of_pieces, cuts_of_words
 from tokenspeed.llm.pretokenizers import PRE_TOKENIZERS
 from tokenspeed.llm.vocabulary import Spelling, Vocabulary, assemble, assemble_plain
 
@@ -106,8 +107,10 @@ def _finish(
     for index in (source.bos_id, source.eos_id, source.unk_id, source.pad_id):
         if index is not None and not 0 <= index < len(source.tokens):
             raise TokenizerError(f"the GGUF vocabulary names token {index}, but it has {len(source.tokens)} tokens")
+    engine = assemble(model, normalizer, pre_tokenizer, added)
+    cuts = cuts_of_words(added, engine) if spelling == "byte_level" else cuts_of_pieces(added, engine, source.tokens)
     return Vocabulary(
-        engine=assemble(model, normalizer, pre_tokenizer, added),
+        engine=engine,
         plain=assemble_plain(model, normalizer, pre_tokenizer, added, spelling),
         spelling=spelling,
         size=len(source.tokens),
@@ -120,4 +123,5 @@ def _finish(
         suffix_ids=(source.eos_id,) if source.add_eos and source.eos_id is not None else (),
         strips_space=has_lead,
         lead=" " if has_lead else "",
+        cuts=cuts or cuts_at_markup(added, engine),
     )

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from tokenspeed.checkpoints import TokenizerFile
 from tokenspeed.core.errors import TokenizerError
+from tokenspeed.llm.cuts import cuts_of_file
 from tokenspeed.llm.vocabulary import Spelling, Vocabulary, assemble_plain
 
 
@@ -45,6 +46,7 @@ def build_file(source: TokenizerFile) -> Vocabulary:
         suffix_ids=_wanted(suffix_ids, eos_id, source.config.get("add_eos_token"), at_front=False),
         strips_space=spelling == "spm" and _strips_space(parsed.get("decoder")),
         lead="",
+        cuts=cuts_of_file(parsed, tokens, engine),
     )
 
 

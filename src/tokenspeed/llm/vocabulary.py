@@ -18,6 +18,8 @@ from tokenizers.models import Model
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
+from tokenspeed.llm.cuts import Cuts
+
 Spelling = Literal["byte_level", "spm"]
 """How tokens spell bytes: byte_level, one printable character a byte; spm, UTF-8 with ▁ for a space and <0xNN>."""
 
@@ -30,7 +32,8 @@ class Vocabulary:
 
     prefix_ids and suffix_ids surround a text that is encoded with special tokens. literals: the exact text of each
     added token. strips_space: encoding puts a space before a text, so decoding a whole text drops it. lead: what goes
-    before a text that does not begin with an added token, where the engine does not see to it.
+    before a text that does not begin with an added token, where the engine does not see to it. cuts: where a text may
+    be cut so that the pieces have the ids of the whole, in `engine`; None where no rule is known.
     """
 
     engine: Tokenizer
@@ -46,6 +49,7 @@ class Vocabulary:
     suffix_ids: tuple[int, ...]
     strips_space: bool
     lead: str
+    cuts: Cuts | None
 
 
 def assemble(

@@ -20,6 +20,7 @@ from tokenspeed.core.ipc import Cancel, Submit
 from tokenspeed.engine.process import InProcessEngine
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.llm.engine_client import EngineClient
+from tokenspeed.observability.tracing import Tracer
 from tokenspeed.server.app import create_app
 from tokenspeed.server.served import Patience
 
@@ -29,13 +30,20 @@ MODEL_NAME = "fake-model"
 class Loopback:
     """One server; its event loop runs on a thread."""
 
-    def __init__(self, worker: FakeWorker, source: FakeSource, server: ServerConfig, patience: Patience) -> None:
+    def __init__(
+        self,
+        worker: FakeWorker,
+        source: FakeSource,
+        server: ServerConfig,
+        patience: Patience,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.worker, self.source = worker, source
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.llm: AsyncLLM = self.run(self._start_llm())
-        self.app = create_app(self.llm, server, patience=patience)
+        self.app = create_app(self.llm, server, patience=patience, tracer=tracer)
         config = uvicorn.Config(
             self.app, host="127.0.0.1", port=0, log_config=None, lifespan="off",
             timeout_graceful_shutdown=1,
@@ -119,12 +127,14 @@ def _starting() -> Iterator[StartLoopback]:
             source: FakeSource | None = None,
             server: ServerConfig | None = None,
             patience: Patience | None = None,
+            tracer: Tracer | None = None,
         ) -> Loopback:
             loopback = Loopback(
                 worker or FakeWorker(info=engine_info()),
                 source or FakeSource(),
                 server or ServerConfig(),
                 patience or Patience(),
+                tracer,
             )
             stack.callback(loopback.close)
             return loopback

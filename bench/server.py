@@ -82,6 +82,9 @@ class _Connected:
     def stop(self, grace_s: float = 0.0) -> None:
         self.sock.close()
 
+    def tell_stacks(self) -> None:
+        """It has none to tell."""
+
 
 def api_process(path: str, core: int) -> None:
     """The server, for as long as its engine is there. Says its port."""

@@ -37,6 +37,7 @@ from tokenspeed.server import (
     openai_chat,
     openai_completions,
     openai_responses,
+    probes,
     responses_answers,
     tokens,
 )
@@ -137,6 +138,7 @@ def _routes(served: Served) -> list[Route]:
         ("GET", "/version", _version),
         ("GET", "/sessions", _sessions),
     ]
+    table += probes.routes(served.llm)
     table += [("GET", "/docs", _docs), ("GET", "/openapi.json", partial(_openapi, table))]
     return [Route(path, _endpoint(served, handler), methods=[method]) for method, path, handler in table]
 

@@ -15,6 +15,7 @@ from smg_grpc_proto import tokenspeed_scheduler_pb2 as scheduler_pb2
 from tokenspeed import __version__
 from tokenspeed.llm.sampling import default_sampling
 from tokenspeed.server.load import LoadMeter
+from tokenspeed.server.probes import ModelFacts, ServerFacts
 from tokenspeed.server.served import Served
 
 _GIB = 2**30
@@ -22,46 +23,35 @@ _GIB = 2**30
 
 def model_info(served: Served) -> Any:
     """GetModelInfoResponse. There is no tokenizer path: whoever needs the files asks for them."""
-    llm, info = served.llm, served.llm.info
+    llm, facts = served.llm, ModelFacts.of(served)
     architectures = llm.source.config.get("architectures")
     return scheduler_pb2.GetModelInfoResponse(
-        model_path=served.model_name,
-        served_model_name=served.model_name,
-        model_type=info.model_type,
+        model_path=facts.model_path,
+        served_model_name=facts.served_model_name,
+        model_type=facts.model_type,
         architectures=architectures if isinstance(architectures, list) else [],
-        max_context_length=info.max_model_len,
-        max_req_input_len=info.max_model_len - 1,
-        vocab_size=info.vocab_size,
+        max_context_length=facts.max_context_length,
+        max_req_input_len=facts.max_req_input_len,
+        vocab_size=facts.vocab_size,
         eos_token_ids=_eos_ids(served),
         bos_token_id=llm.tokenizer.bos_id or 0,
-        pad_token_id=0,
         default_sampling_params_json=msgspec.json.encode(default_sampling(llm.source)).decode(),
-        model_dtype=info.dtype,
+        model_dtype=facts.model_dtype,
     )
 
 
 def server_info(served: Served, meter: LoadMeter) -> Any:
     """GetServerInfoResponse."""
-    llm, info = served.llm, served.llm.info
-    arguments = {
-        "served_model_name": served.model_name,
-        "device": info.device,
-        "dtype": info.dtype,
-        "block_size": info.block_size,
-        "max_model_len": info.max_model_len,
-        "max_num_seqs": info.max_num_seqs,
-        "max_num_batched_tokens": info.max_num_batched_tokens,
-        "prefix_caching": llm.config.cache.prefix_caching,
-    }
-    limits = {"max_total_num_tokens": meter.num_kv_tokens, "max_req_input_len": info.max_model_len - 1}
+    facts, stats = ServerFacts.of(served, meter), served.llm.stats
+    limits = {"max_total_num_tokens": facts.max_total_num_tokens, "max_req_input_len": facts.max_model_len - 1}
     return scheduler_pb2.GetServerInfoResponse(
-        server_args=ParseDict(arguments, Struct()),
+        server_args=ParseDict(msgspec.structs.asdict(facts), Struct()),
         scheduler_info=ParseDict(limits, Struct()),
-        active_requests=llm.stats.num_running + llm.stats.num_waiting,
+        active_requests=stats.num_running + stats.num_waiting,
         is_paused=False,
         uptime_seconds=max(0.0, time.time() - served.created),
-        max_total_num_tokens=meter.num_kv_tokens,
-        tokenspeed_version=__version__,
+        max_total_num_tokens=facts.max_total_num_tokens,
+        tokenspeed_version=facts.version,
         start_time=Timestamp(seconds=served.created),
         constrained_decoding="requested",
     )

@@ -58,7 +58,7 @@ def kill_engine(server: Any) -> None:
 
 
 def serves_again(server: Any) -> bool:
-    return server.client.get("/health").status_code == 200 and server.chat("brief").status_code == 200
+    return bool(server.client.get("/health").status_code == 200 and server.chat("brief").status_code == 200)
 
 
 def assert_told(path: str, error: dict[str, Any]) -> None:

@@ -75,6 +75,7 @@ SERVER_FLAGS = (
     Flag(("--port",), ServerConfig, "port", "port to listen on; 0 takes a free one"),
     Flag(("--grpc-port",), ServerConfig, "grpc_port", "port to serve gateways on over gRPC; 0 takes a free one (none)"),
     Flag(("--api-key",), ServerConfig, "api_key", "ask clients for this key"),
+    Flag(("--store",), ServerConfig, "store", "keep stored responses in this file (in memory)", "PATH"),
     Flag(("--body-bytes-max",), ServerConfig, "body_bytes_max", "largest request body", "BYTES"),
     Flag(("--tool-call-parser",), ServerConfig, "tool_call_parser", "what reads calls in replies", "NAME"),
     Flag(("--strict-model-name",), ServerConfig, "strict_model_name", "refuse requests for other model names"),

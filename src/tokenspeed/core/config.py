@@ -135,7 +135,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP face. Binds loopback unless told otherwise. tool_call_parser: what reads reasoning and calls in replies;
-    auto asks the chat template. grpc_port: where gateways that speak gRPC are served too; None serves none."""
+    auto asks the chat template. grpc_port: where gateways that speak gRPC are served too; None serves none. store: a
+    file in which stored responses outlive the server; None keeps them in memory."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -143,6 +144,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()
     body_bytes_max: int = 64 * 1024 * 1024
+    store: str | None = None
     strict_model_name: bool = False
     tool_call_parser: str = "auto"
 

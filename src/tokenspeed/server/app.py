@@ -39,6 +39,8 @@ from tokenspeed.server import (
     openai_responses,
     probes,
     responses_answers,
+    responses_compact,
+    responses_kept,
     tokens,
 )
 from tokenspeed.server.chat import Conversation
@@ -75,9 +77,15 @@ class ServerVersion(msgspec.Struct, frozen=True):
 
 
 def create_app(
-    llm: ServedLLM, config: ServerConfig, *, patience: Patience | None = None, tracer: Tracer | None = None
+    llm: ServedLLM,
+    config: ServerConfig,
+    *,
+    patience: Patience | None = None,
+    tracer: Tracer | None = None,
+    store: ResponsesStore | None = None,
 ) -> Starlette:
-    """The ASGI application that serves `llm`. tracer: where spans of its requests go."""
+    """The ASGI application that serves `llm`. tracer: where spans of its requests go. store: where responses are kept;
+    one in memory without it."""
     name = served_name(llm)
     num_blocks = llm.info.num_kv_blocks * llm.config.parallel.dp_attention  # a pool a partition
     pool = PoolSize(num_blocks, llm.info.block_size)
@@ -90,7 +98,7 @@ def create_app(
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))
-    routes, handlers = _routes(served), {HTTPException: _http_exception}
+    routes, handlers = _routes(served, store or ResponsesStore()), {HTTPException: _http_exception}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.served = served
     return app
@@ -114,8 +122,7 @@ def _dialect(llm: ServedLLM, config: ServerConfig) -> str:
     return config.tool_call_parser
 
 
-def _routes(served: Served) -> list[Route]:
-    store = ResponsesStore()
+def _routes(served: Served, store: ResponsesStore) -> list[Route]:
     table: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", _chat_completions),
         ("POST", "/v1/completions", _completions),
@@ -123,9 +130,11 @@ def _routes(served: Served) -> list[Route]:
         ("POST", "/v1/messages/count_tokens", _count_tokens),
         ("POST", "/v1/responses", partial(_responses, store)),
         ("POST", "/v1/responses/input_tokens", partial(_input_tokens, store)),
-        ("GET", "/v1/responses/{id}", partial(_stored_response, store)),
-        ("DELETE", "/v1/responses/{id}", partial(_delete_response, store)),
-        ("POST", "/v1/responses/{id}/cancel", partial(_cancel_response, store)),
+        ("POST", "/v1/responses/compact", partial(_compact, store)),
+        ("GET", "/v1/responses/{id}", partial(responses_kept.stored_response, store)),
+        ("DELETE", "/v1/responses/{id}", partial(responses_kept.delete_response, store)),
+        ("POST", "/v1/responses/{id}/cancel", partial(responses_kept.cancel_response, store)),
+        ("GET", "/v1/responses/{id}/input_items", partial(responses_kept.input_items, store)),
         ("GET", "/v1/models", list_models),
         ("GET", "/v1/models/{model:path}", show_model),
         ("POST", "/tokenize", _tokenize),
@@ -272,22 +281,24 @@ async def _input_tokens(store: ResponsesStore, served: Served, request: Request)
     return _json(responses_answers.TokenCount(len(ids)))
 
 
-@Operation("A stored response", answer=responses_answers.Answer, failures=(400,)).of
-async def _stored_response(store: ResponsesStore, _: Served, request: Request) -> Response:
-    if request.query_params.get("stream") == "true":
-        raise InvalidRequestError("a stored response is not streamed again; leave stream out", "stream")
-    return Response(store.body(request.path_params["id"]), media_type="application/json")
-
-
-@Operation("Forget a stored response", answer=responses_answers.Deleted).of
-async def _delete_response(store: ResponsesStore, _: Served, request: Request) -> Response:
-    store.delete(request.path_params["id"])
-    return _json(responses_answers.Deleted(request.path_params["id"]))
-
-
-@Operation("End a response that is being made", answer=responses_answers.Answer).of
-async def _cancel_response(store: ResponsesStore, _: Served, request: Request) -> Response:
-    return Response(store.cancel(request.path_params["id"]), media_type="application/json")
+@Operation(
+    "Make a conversation short: the user's messages, and a summary of the rest",
+    body=openai_responses.ResponsesBody,
+    answer=responses_compact.Compacted,
+    example={"input": "Say hello."},
+).of
+async def _compact(store: ResponsesStore, served: Served, request: Request) -> Response:
+    body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
+    headers = model_headers(served, body.model)
+    body = msgspec.structs.replace(body, store=None, tool_choice="none")
+    whole = openai_responses.read(body, served.llm, store)
+    asked = responses_compact.asking_for_summary(whole)
+    session = session_of(request.headers, (body.session_id, body.prompt_cache_key), whole.conversation)
+    job = _chat_job("resp", served, request, asked.conversation, session)
+    job = dataclasses.replace(job, request_id=job.request_id.replace("-", "_", 1))
+    headers["x-request-id"] = job.request_id
+    work = responses_compact.compacted(served, job, asked, reply_to(served, asked.conversation))
+    return _json(await while_connected(request.receive, work), headers)
 
 
 def _chat_job(

@@ -26,6 +26,7 @@ from tokenspeed.server.sampling import SamplingFields, request_priority, samplin
 from tokenspeed.server.served import ServedLLM
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
+COMPACTION = "compaction"
 _LOGPROBS = "message.output_text.logprobs"
 _SEAL = "tokenspeed:"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -261,6 +262,8 @@ def _take(item: Item, where: str, toolbox: Toolbox, turns: _Turns) -> None:
     elif kind == f"{SEARCH}_output":
         text = toolbox.tell_later(_list(item.get("tools")), f"{where}.tools")
         turns.other(Message("tool", text, tool_call_id=_id(item)))
+    elif kind == COMPACTION:
+        turns.other(Message("user", _compaction(item, where)))
     elif kind == _HEAD_TOOLS:
         turns.other(Message("system", toolbox.tell_later(_list(item.get("tools")), f"{where}.tools")))
     elif kind.endswith("_output") and "output" in item:
@@ -331,6 +334,17 @@ def _reasoning(item: Item) -> str:
         if texts:
             return "\n".join(texts)
     return ""
+
+
+def _compaction(item: Item, where: str) -> str:
+    """What stands for the messages that were made short."""
+    summary = _unsealed(item.get("encrypted_content"))
+    if summary is None:
+        raise InvalidRequestError(
+            f"{where}.encrypted_content was not made by this server; send the conversation itself",
+            f"{where}.encrypted_content",
+        )
+    return f"Summary of the conversation so far:\n{summary}"
 
 
 def _called(item: Item) -> str:

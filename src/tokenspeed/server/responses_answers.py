@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from tokenspeed.chat.parsers import ContentDelta, Delta, ReasoningDelta, ToolCallEnd, ToolCallStart
+from tokenspeed.core.errors import RequestError
 from tokenspeed.server.errors import Failure, failure_of
 from tokenspeed.server.generation import Job, Tally
 from tokenspeed.server.openai_responses import ENCRYPTED_REASONING, Asked, sealed
@@ -181,6 +182,7 @@ class Answering:
             await self._finish(_COMPLETED if is_whole else _INCOMPLETE if is_cut else _CANCELLED)
             yield {"type": f"response.{_COMPLETED if is_whole else _INCOMPLETE}", "response": self._answer()}
         except Exception as error:
+            name_input(error)
             self._error = ErrorDetail("server_error", failure_of(error).body.error.message)
             self._keep(_FAILED)
             raise
@@ -195,18 +197,7 @@ class Answering:
             self._store.begin(self._job.request_id, body, self._asked.history, self._stop)
 
     async def _finish(self, status: str) -> None:
-        usage, reasoning = self._tally.usage(), self._items.reasoning()
-        num_reasoning = 0
-        if reasoning:
-            ids = await asyncio.to_thread(self._served.llm.tokenizer.encode, reasoning, add_special_tokens=False)
-            num_reasoning = min(len(ids), usage.completion_tokens)
-        self._usage = Usage(
-            usage.prompt_tokens,
-            InputDetails(usage.prompt_tokens_details.cached_tokens),
-            usage.completion_tokens,
-            OutputDetails(num_reasoning),
-            usage.total_tokens,
-        )
+        self._usage = await usage_of(self._served, self._tally, self._items.reasoning())
         self._completed_at = int(time.time()) if status == _COMPLETED else None
         self._keep(status)
 
@@ -257,6 +248,27 @@ class Answering:
         data = _encoder.encode({**event, "sequence_number": self._num_frames})
         self._num_frames += 1
         return b"event: " + str(event["type"]).encode() + b"\ndata: " + data + b"\n\n"
+
+
+def name_input(error: Exception) -> None:
+    """Let an error about a conversation name it as this API does."""
+    if isinstance(error, RequestError) and error.param == "messages":
+        error.param = "input"
+
+
+async def usage_of(served: Served, tally: Tally, reasoning: str) -> Usage:
+    """The counts of a reply that thought this."""
+    usage, num_reasoning = tally.usage(), 0
+    if reasoning:
+        ids = await asyncio.to_thread(served.llm.tokenizer.encode, reasoning, add_special_tokens=False)
+        num_reasoning = min(len(ids), usage.completion_tokens)
+    return Usage(
+        usage.prompt_tokens,
+        InputDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        OutputDetails(num_reasoning),
+        usage.total_tokens,
+    )
 
 
 class _Items:

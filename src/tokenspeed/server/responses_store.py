@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that were made, for those who ask for them again or go on from them: in memory, bounded in number, bytes
-and age. Knows no field of a response and no model.
+"""Responses that were made, for those who ask for them again or go on from them: bounded in number, bytes and age. In
+memory, and those that are finished in a file too where there is one. Knows no field of a response and no model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.server.errors import HttpError
+from tokenspeed.server.responses_file import ResponsesFile, Row
 
 RESPONSES_MAX = 4096
 BYTES_MAX = 256 << 20
@@ -26,7 +27,8 @@ Item = dict[str, Any]
 @dataclass(slots=True)
 class Stored:
     """A response. body: as it is answered. history: the conversation before its output, then its output; each a JSON
-    list of items, shared with the responses that it goes on from. stop: ends what still runs and gives the body."""
+    list of items, shared with the responses that it goes on from. made_s: Unix time. stop: ends what still runs and
+    gives the body."""
 
     body: bytes
     history: tuple[bytes, ...]
@@ -40,6 +42,11 @@ class Stored:
         return len(self.body) + sum(map(len, self.history))
 
 
+def open_store(path: str | None) -> ResponsesStore:
+    """The store: in memory, and in the file too where a path is given. ConfigError when it is no such file."""
+    return ResponsesStore(file=None if path is None else ResponsesFile(path))
+
+
 class ResponsesStore:
     """Responses by id, the oldest dropped first. Used by one event loop."""
 
@@ -49,13 +56,18 @@ class ResponsesStore:
         responses_max: int = RESPONSES_MAX,
         bytes_max: int = BYTES_MAX,
         age_s_max: float = AGE_S_MAX,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+        file: ResponsesFile | None = None,
     ) -> None:
+        """file: what it holds is taken over, and closed with the store."""
         self._responses_max, self._bytes_max, self._age_s_max = responses_max, bytes_max, age_s_max
         self._clock = clock
         self._entries: dict[str, Stored] = {}
         self._owners: dict[str, str] = {}
         self._num_bytes = 0
+        self._file = file
+        for row in list(file.rows()) if file is not None else ():
+            self._put(row.response_id, Stored(row.body, row.history, row.made_s, None, row.item_ids))
 
     def begin(self, response_id: str, body: bytes, history: tuple[bytes, ...], stop: Callable[[], bytes]) -> None:
         """A response that is being made."""
@@ -70,6 +82,8 @@ class ResponsesStore:
         ids = tuple(item["id"] for item in output)
         history = (*begun.history, msgspec.json.encode(output))
         self._put(response_id, Stored(body, history, begun.made_s, None, ids))
+        if self._file is not None and response_id in self._entries:
+            self._file.put(Row(response_id, begun.made_s, body, history, ids))
 
     def body(self, response_id: str) -> bytes:
         """As it is answered. HttpError when there is none."""
@@ -97,6 +111,16 @@ class ResponsesStore:
         if stored.stop is not None:
             raise InvalidRequestError(f"previous response {response_id!r} is not finished", "previous_response_id")
         return stored.history
+
+    def input(self, response_id: str) -> list[Item]:
+        """The conversation that it answers, as it was sent. HttpError when there is none."""
+        stored = self._get(response_id)
+        return items_of(stored.history if stored.stop is not None else stored.history[:-1])
+
+    def close(self) -> None:
+        """Nothing more is stored; what is stored is safe."""
+        if self._file is not None:
+            self._file.close()
 
     def item(self, item_id: str) -> Item | None:
         """An output item of a stored response."""
@@ -131,6 +155,8 @@ class ResponsesStore:
         self._num_bytes -= stored.size
         for item_id in stored.item_ids:
             self._owners.pop(item_id, None)
+        if self._file is not None and stored.stop is None:
+            self._file.drop(response_id)
 
 
 def items_of(history: Iterable[bytes]) -> list[Item]:

@@ -31,6 +31,7 @@ from tokenspeed.server.grpc_port import GrpcPort, gateways_served, with_events
 from tokenspeed.server.http import DRAIN_S, http_config, run
 from tokenspeed.server.served import Patience
 from tokenspeed.server.stalls import StallWatch
+from tokenspeed.server.responses_store import ResponsesStore, open_store
 from tokenspeed.server.supervisor import EngineEndedError, RestartPolicy, supervise
 
 ProgressFn = Callable[[str, int, int, str], None]
@@ -64,7 +65,8 @@ def serve(serving: Serving) -> int:
         grpc = None
         if server.grpc_port is not None:
             grpc = stack.enter_context(contextlib.closing(bind(server.host, server.grpc_port, "--grpc-port")))
-        return run(_serve(serving, sock, grpc))
+        store = stack.enter_context(contextlib.closing(open_store(server.store)))
+        return run(_serve(serving, sock, grpc, store))
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
@@ -135,7 +137,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(serving: Serving, sock: socket.socket, grpc: socket.socket | None) -> int:
+async def _serve(serving: Serving, sock: socket.socket, grpc: socket.socket | None, store: ResponsesStore) -> int:
     stop = _StopSignals()
     engine = with_events(serving.engine, serving.server)
     loading = asyncio.ensure_future(AsyncLLM.start(engine, serving.progress))
@@ -146,7 +148,7 @@ async def _serve(serving: Serving, sock: socket.socket, grpc: socket.socket | No
     llm = loading.result()
     try:
         async with _observed(llm) as tracer:
-            app = create_app(llm, serving.server, tracer=tracer)
+            app = create_app(llm, serving.server, tracer=tracer, store=store)
             url_of = partial(_url, "grpc", serving.server.host)
             async with gateways_served(app.state.served, grpc, url_of) as grpc_port:
                 await _serve_http(serving, sock, app, grpc_port, stop)

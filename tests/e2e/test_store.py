@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses that outlive the server, and a file that is none of ours."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripted import write_scripted_model
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_conversation_goes_on_after_a_restart(start_server: Any, tmp_path: Path, number: signal.Signals) -> None:
+    folder = write_scripted_model(tmp_path / "model", [("first", "One."), ("", "Two.")])
+    flags = (str(folder), "--load-format", "scripted", "--store", str(tmp_path / "kept.db"))
+    server = start_server(*flags)
+    first = server.client.post("/v1/responses", json={"input": "first", "max_output_tokens": 20}).json()
+    assert first["output"][0]["content"][0]["text"] == "One."
+    stored = server.client.get(f"/v1/responses/{first['id']}").content
+    if number is signal.SIGKILL:
+        server.wait_until_idle()
+        again = server.client.post("/v1/responses", json={"input": "x", "max_output_tokens": 1, "store": False})
+        assert again.status_code == 200, "the first is written by now"
+    server.stop(number)
+    server = start_server(*flags)
+    assert server.client.get(f"/v1/responses/{first['id']}").content == stored
+    body = {"input": "and then", "previous_response_id": first["id"], "max_output_tokens": 20}
+    second = server.client.post("/v1/responses", json=body).json()
+    items = server.client.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()["data"]
+    assert [item["role"] for item in items] == ["user", "assistant", "user"]
+    assert "Traceback" not in server.log
+
+
+def test_a_file_that_is_no_store_is_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes\n" * 1000)
+    command = [
+        sys.executable,
+        "-m",
+        "tokenspeed.cli",
+        "serve",
+        str(tmp_path / "none"),
+        "--port",
+        "0",
+        "--store",
+        str(path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60.0)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"error: --store {path}: no store of responses")

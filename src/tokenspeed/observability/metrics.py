@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from tokenspeed.core.ipc import STEP_TOKEN_BOUNDS, EngineStats
+from tokenspeed.observability.gaps import Gaps
 from tokenspeed.observability.logging import RequestSummary
 
 PREFIXES = ("tokenspeed", "vllm")
@@ -55,7 +56,8 @@ class Metrics:
     ):
         self._labels = (model_name, engine)
         self._ttft = _histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
-        self._inter_token = _histogram("inter_token_latency_seconds", "Between tokens", _TOKEN_LATENCY_S)
+        gaps = ("inter_token_latency_seconds", "Between tokens")
+        self._inter_token = Gaps(*gaps, _LABELS, self._labels, _TOKEN_LATENCY_S)
         self._e2e = _histogram("e2e_request_latency_seconds", "Arrival to end", _LATENCY_S)
         self._queue = _histogram("request_queue_time_seconds", "In the engine, before its first step", _LATENCY_S)
         self._prefill = _histogram("request_prefill_time_seconds", "First step to first token", _LATENCY_S)
@@ -87,9 +89,7 @@ class Metrics:
 
     def observe_tokens(self, num_tokens: int, elapsed_s: float) -> None:
         """num_tokens more tokens of one completion came elapsed_s after the ones before."""
-        inter_token = self._inter_token.labels(*self._labels)
-        for _ in range(num_tokens):
-            inter_token.observe(elapsed_s / num_tokens)
+        self._inter_token.observe(elapsed_s / num_tokens, num_tokens)
 
     def observe_end(self, summary: RequestSummary) -> None:
         """A request ended, in whatever way."""

@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3, help="the best counts: others only add")
-    parser.add_argument("--prompt-tokens", type=int, default=50_000)
+    parser.add_argument("--prompt-tokens", type=int, default=50_000, help="0 leaves this part out")
     parser.add_argument("--api", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -341,13 +341,14 @@ def main() -> None:
                 single = best
                 results["events_per_cpu_s"] = best.num_events / best.cpu_s
             results["tokens_per_cpu_s"] = best.num_tokens / best.cpu_s
-        prompts = run_prompts(served, tokenizer, options.prompt_tokens, 8)
+        prompts = run_prompts(served, tokenizer, options.prompt_tokens, 8) if options.prompt_tokens else {}
     results |= prompts
-    print(
-        f"{options.prompt_tokens:,} tokens of prompt: {prompts['cold_prompt_ms']:.1f} ms cold, "
-        f"{prompts['warm_prompt_ms']:.1f} ms warm to the engine; {prompts['first_event_ms']:.2f} ms from its first token "
-        "to the client"
-    )
+    if prompts:
+        print(
+            f"{options.prompt_tokens:,} tokens of prompt: {prompts['cold_prompt_ms']:.1f} ms cold, "
+            f"{prompts['warm_prompt_ms']:.1f} ms warm to the engine; {prompts['first_event_ms']:.2f} ms from its first token "
+            "to the client"
+        )
     results |= server_stages.ipc(num_requests=128)
     print(f"a step of 128 requests over IPC: {results['ipc_engine_us']:.1f} µs in the engine, {results['ipc_api_us']:.1f} "
           "µs in the API process")  # fmt: skip

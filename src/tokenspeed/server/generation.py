@@ -66,6 +66,11 @@ class Job:
     origin: Origin = Origin()
 
     @property
+    def num_prompts(self) -> int:
+        """Each is a request of its own to the engine."""
+        return len(self.prompts)
+
+    @property
     def num_choices(self) -> int:
         """n completions of each prompt."""
         return len(self.prompts) * self.params.n
@@ -91,8 +96,7 @@ class Tally:
         return Usage(num_prompt, num_generated, num_prompt + num_generated, cached)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """News of one prompt: its output, and the place of each completion among all choices of the HTTP request."""
 
     prompt_index: int
@@ -126,17 +130,20 @@ async def pieces(served: Served, job: Job, tally: Tally) -> AsyncGenerator[Piece
     if job.num_choices > most:
         raise InvalidRequestError(f"{job.num_choices} completions are asked for; this server queues {most}", "n")
     watch = _Watch(served, job, tally)
-    sources = [
-        served.llm.generate(
-            prompt, job.params, request_id=_part_id(job, index), priority=job.priority, retain=job.retain
-        )
-        for index, prompt in enumerate(job.prompts)
-    ]
     try:
-        async with aclosing(merged(sources)) as outputs:
-            async for prompt_index, output in outputs:
-                watch.saw(prompt_index, output)
-                yield _piece(job, prompt_index, output)
+        if job.num_prompts == 1:
+            stream = await served.llm.submit(
+                job.prompts[0], job.params, request_id=job.request_id, priority=job.priority, retain=job.retain
+            )
+            async with aclosing(stream):
+                async for output in stream:
+                    watch.saw(0, output)
+                    yield _piece(job, 0, output)
+        else:
+            async with aclosing(merged(_sources(served, job))) as outputs:
+                async for prompt_index, output in outputs:
+                    watch.saw(prompt_index, output)
+                    yield _piece(job, prompt_index, output)
         if len(tally.finished) < job.num_choices:
             raise GenerationError("the engine ended the request before it was finished")
     except (RequestError, OverloadedError) as error:
@@ -166,11 +173,16 @@ async def whole(served: Served, job: Job, tally: Tally) -> tuple[list[Choice], l
 
 def finish_text(reason: FinishReason) -> str:
     """As the wire says it."""
-    return {FinishReason.CANCELLED: "abort"}.get(reason, reason.value)
+    return "abort" if reason is FinishReason.CANCELLED else reason.value
 
 
-def _part_id(job: Job, index: int) -> str:
-    return job.request_id if len(job.prompts) == 1 else f"{job.request_id}-{index}"
+def _sources(served: Served, job: Job) -> list[AsyncGenerator[RequestOutput, None]]:
+    return [
+        served.llm.generate(
+            prompt, job.params, request_id=f"{job.request_id}-{index}", priority=job.priority, retain=job.retain
+        )
+        for index, prompt in enumerate(job.prompts)
+    ]
 
 
 def _piece(job: Job, prompt_index: int, output: RequestOutput) -> Piece:
@@ -178,7 +190,7 @@ def _piece(job: Job, prompt_index: int, output: RequestOutput) -> Piece:
         if completion.finish_reason is FinishReason.ERROR:
             raise GenerationError(completion.error or "the model computed no valid next token; this request ends here")
     base = prompt_index * job.params.n
-    return Piece(prompt_index, output, tuple((base + completion.index, completion) for completion in output.outputs))
+    return Piece(prompt_index, output, tuple([(base + each.index, each) for each in output.outputs]))
 
 
 class _Watch:

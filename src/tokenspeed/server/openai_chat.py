@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
@@ -18,11 +19,13 @@ from tokenspeed.llm.outputs import LogprobEntry
 from tokenspeed.llm.sampling import INT32_MAX, LOGPROBS_MAX
 from tokenspeed.server.chat import ROLES, Conversation, Message, ToolCall
 from tokenspeed.server.fields import Nothing, Refused, at_least_one, one_of, within
+from tokenspeed.server.formats import Form, form_of, format_form
 from tokenspeed.server.generation import Job, Tally, Usage
 from tokenspeed.server.openai_logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
 from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params, under_its_name
 from tokenspeed.server.served import Served, ServedLLM
-from tokenspeed.server.sse import DONE, data_frame
+from tokenspeed.server.sse import DONE, data_frame, data_text
+from tokenspeed.server.tool_choice import read_tool_choice
 from tokenspeed.server.turn import End, News, Reply, news_of
 
 # What the request itself says to the template.
@@ -63,12 +66,6 @@ class MessageField(msgspec.Struct):
     reasoning: str | None = None
 
 
-class ResponseFormat(msgspec.Struct):
-    """response_format of the body."""
-
-    type: str
-
-
 class ChatBody(SamplingFields, kw_only=True):
     """The body of /v1/chat/completions."""
 
@@ -79,7 +76,7 @@ class ChatBody(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
+    response_format: dict[str, Any] | None = None
     functions: Annotated[list[Any] | None, one_of(None, [])] = None
     function_call: Refused = None
     add_generation_prompt: bool | None = None
@@ -88,6 +85,7 @@ class ChatBody(SamplingFields, kw_only=True):
     session_id: str | None = None
     prompt_cache_key: str | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: Annotated[int | None, within(0, INT32_MAX)] = None
     enable_thinking: bool | None = None
 
 
@@ -188,7 +186,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_conversation(body: ChatBody, llm: ServedLLM) -> Conversation:
     """The neutral conversation. Raises InvalidRequestError that names the field."""
-    _refuse_what_needs_a_grammar(body)
+    _refuse_old_forms(body)
     if not body.messages:
         raise InvalidRequestError("messages is empty; send at least one message", "messages")
     return Conversation(
@@ -198,8 +196,10 @@ def read_conversation(body: ChatBody, llm: ServedLLM) -> Conversation:
         add_generation_prompt=body.add_generation_prompt is not False,
         template_kwargs=_template_kwargs(body),
         priority=request_priority(body),
-        may_call=body.tool_choice != "none",
+        choice=read_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        form=_form(body),
+        thinking_budget=body.thinking_token_budget,
     )
 
 
@@ -230,10 +230,10 @@ async def chunk_frames(served: Served, job: Job, reply: Reply, body: ChatBody) -
         async for news in found:
             if not has_begun:
                 has_begun = True
-                for index in range(job.num_choices):
-                    yield writer.frame([ChunkChoice(index, Delta(role="assistant", content=""))])
-            for choice in writer.choices(news):
-                yield writer.frame([choice])
+                yield writer.roles(job.num_choices)
+            frames = writer.frames(news)
+            if frames:
+                yield frames
     if writer.wants_usage:
         yield writer.usage_frame()
     yield DONE
@@ -249,8 +249,31 @@ class _ChunkWriter:
         self._usage_in_each = options is not None and bool(options.continuous_usage_stats)
         self._id, self._created, self._model = job.request_id, int(time.time()), served.model_name
         self._num_top = body.top_logprobs or 0 if body.logprobs else None
+        self._is_plain = self._num_top is None and not self._usage_in_each
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def choices(self, news: News) -> list[ChunkChoice]:
+    def roles(self, num_choices: int) -> bytes:
+        """The first chunk of each choice."""
+        chunks = [self.frame([ChunkChoice(index, Delta(role="assistant", content=""))]) for index in range(num_choices)]
+        return b"".join(chunks)
+
+    def frames(self, news: News) -> bytes:
+        """The chunks that say what is new of one choice; maybe none."""
+        if self._is_plain and news.end is None and len(news.deltas) == 1:
+            (delta,) = news.deltas
+            if isinstance(delta, ContentDelta):
+                before, after = self._around.get(news.choice) or self._content_frame(news.choice)
+                return before + data_text(delta.text) + after
+        return b"".join([self.frame([choice]) for choice in self._choices(news)])
+
+    def _content_frame(self, choice: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in a chunk of content, which is the same in each of them."""
+        place = uuid.uuid4().hex
+        before, after = self.frame([ChunkChoice(choice, Delta(content=place))]).split(data_text(place))
+        self._around[choice] = before, after
+        return before, after
+
+    def _choices(self, news: News) -> list[ChunkChoice]:
         """What is new of one choice: deltas, an end, both or nothing. Log-probabilities go with the first delta, or
         alone while the text is withheld."""
         made = [ChunkChoice(news.choice, delta) for delta in map(_delta, news.deltas) if delta is not None]
@@ -322,12 +345,14 @@ def _delta(delta: parsers.Delta) -> Delta | None:
     return None if isinstance(delta, ToolCallEnd) else Delta(tool_calls=[ToolCallDelta.of(delta)])
 
 
-def _refuse_what_needs_a_grammar(body: ChatBody) -> None:
-    if body.response_format is not None and body.response_format.type != "text":
-        kind = body.response_format.type
-        raise InvalidRequestError(f"response_format {kind!r} is not supported yet; use 'text'", "response_format")
-    if body.tool_choice is not None and body.tool_choice not in ("auto", "none"):
-        raise InvalidRequestError("only tool_choice 'auto' and 'none' are supported yet", "tool_choice")
+def _form(body: ChatBody) -> Form | None:
+    asked, also = format_form(body.response_format, "response_format"), form_of(body)
+    if asked is not None and also is not None:
+        raise InvalidRequestError("response_format and another field each ask for a form; send one", "response_format")
+    return asked or also
+
+
+def _refuse_old_forms(body: ChatBody) -> None:
     for name in ("functions", "function_call"):
         if getattr(body, name):
             raise InvalidRequestError(f"{name} is the old form and not supported; send tools", name)

@@ -38,6 +38,16 @@ class PromptEncoder(Protocol):
         ...
 
 
+class OutputStream(Protocol):
+    """Outputs as they come; closing it cancels the request."""
+
+    def __aiter__(self) -> OutputStream: ...
+
+    async def __anext__(self) -> RequestOutput: ...
+
+    async def aclose(self) -> None: ...
+
+
 class ServedLLM(Protocol):
     """A running model, as llm.AsyncLLM is one. last_progress_s: monotonic time of the engine's last sign of life."""
 
@@ -72,6 +82,18 @@ class ServedLLM(Protocol):
 
     @property
     def last_progress_s(self) -> float: ...
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        retain: Retention | None = None,
+    ) -> OutputStream:
+        """As `generate`, of a request that is checked and queued already."""
+        ...
 
     def generate(
         self,

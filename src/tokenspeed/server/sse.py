@@ -15,13 +15,14 @@ from contextlib import aclosing
 import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenspeed.server.connection import while_connected
 from tokenspeed.server.errors import Failure, failure_of
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+_DIRECT = "tokenspeed.direct_write"
 _encoder = msgspec.json.Encoder()
 _log = logging.getLogger(__name__)
 
@@ -31,9 +32,27 @@ def data_frame(message: msgspec.Struct) -> bytes:
     return b"data: " + _encoder.encode(message) + b"\n\n"
 
 
+def data_text(text: str) -> bytes:
+    """`text` as it stands in the JSON of an event."""
+    return _encoder.encode(text)
+
+
 def error_frame(failure: Failure) -> bytes:
     """The event that ends a broken stream."""
     return data_frame(failure.body)
+
+
+class DirectWrites:
+    """An application whose event streams write past what others wrap around `send`: of a body that has begun, nothing
+    is left for them to see. To be put where `send` is as plain as possible."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on."""
+        scope[_DIRECT] = send
+        await self._app(scope, receive, send)
 
 
 class EventStream(Response):
@@ -59,7 +78,7 @@ class EventStream(Response):
         self._frame_of_failure, self._answer_of_failure = frame_of_failure, answer_of_failure
         self._started = False
         self._last_sent_s = time.monotonic()
-        self._sending = asyncio.Lock()
+        self._starting = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application of this one answer."""
@@ -70,10 +89,14 @@ class EventStream(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         pinger = asyncio.ensure_future(self._ping(send))
+        write = scope.get(_DIRECT, send)
         try:
             async with aclosing(self._frames) as frames:
                 async for frame in frames:
-                    await self._send(send, frame)
+                    if not self._started:
+                        await self._start(send)
+                    self._last_sent_s = time.monotonic()
+                    await write({"type": "http.response.body", "body": frame, "more_body": True})
         except Exception as error:  # noqa: BLE001 - whatever happens, the client is told
             failure = failure_of(error)
             if failure.is_bug:
@@ -82,23 +105,23 @@ class EventStream(Response):
             if not self._started:
                 await self._answer_of_failure(failure)(scope, receive, send)
                 return
-            await self._send(send, self._frame_of_failure(failure))
+            await send({"type": "http.response.body", "body": self._frame_of_failure(failure), "more_body": True})
         finally:
             pinger.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, frame: bytes) -> None:
-        async with self._sending:
+    async def _start(self, send: Send) -> None:
+        async with self._starting:
             if not self._started:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 self._started = True
-            self._last_sent_s = time.monotonic()
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
 
     async def _ping(self, send: Send) -> None:
         while True:
             wait_s = self._last_sent_s + self._ping_s - time.monotonic()
             if wait_s <= 0.0:
-                await self._send(send, PING)
+                await self._start(send)
+                self._last_sent_s = time.monotonic()
+                await send({"type": "http.response.body", "body": PING, "more_body": True})
             else:
                 await asyncio.sleep(wait_s)

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
+
 from tokenspeed.chat.parsers import Context, Delta, Parser, ToolCallEnd, opens_reasoning, resolve, tool_schemas
 from tokenspeed.llm.outputs import LogprobEntry, RequestOutput
 from tokenspeed.server.chat import Conversation
@@ -29,13 +31,12 @@ class End:
     stopped_by: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(msgspec.Struct, frozen=True):
     """What is new of one choice. logprobs: of the tokens that came, whose text may still be withheld. output: of the
     engine, as it came."""
 
     choice: int
-    deltas: tuple[Delta, ...]
+    deltas: Sequence[Delta]
     logprobs: Sequence[LogprobEntry]
     end: End | None
     output: RequestOutput
@@ -47,9 +48,10 @@ def reply_to(served: Served, conversation: Conversation) -> Reply:
     if conversation.add_generation_prompt:
         opening = served.llm.input_processor.reply_opening(conversation.template_kwargs)
     context = Context(
-        tools=tool_schemas(conversation.tools) if conversation.may_call else {},
+        tools=tool_schemas(conversation.callable_tools),
         starts_in_reasoning=opens_reasoning(opening),
         parallel_tool_calls=conversation.parallel_tool_calls,
+        sound_calls=conversation.sound_calls,
     )
     build = resolve(served.dialect)
     return lambda: build(context)
@@ -60,7 +62,7 @@ async def news_of(served: Served, job: Job, reply: Reply, tally: Tally) -> Async
     still runs is cancelled. Pages are kept only for a reply whose calls have results to come."""
     make = reply if served.tracer is None else lambda: _TimedParser(reply(), tally)
     readers = [_Reader(make()) for _ in range(job.num_choices)]
-    waits_for_results = False
+    waits_for_results, num_open = False, len(readers)
     async with aclosing(pieces(served, job, tally)) as found:
         async for piece in found:
             for choice, completion in piece.choices:
@@ -76,8 +78,9 @@ async def news_of(served: Served, job: Job, reply: Reply, tally: Tally) -> Async
                     end = reader.end("stop", None)
                 if end is not None and end.reason == "tool_calls":
                     waits_for_results, tally.said[choice] = True, end.reason
-                yield News(choice, tuple(deltas), completion.logprobs or (), end, piece.output)
-            if all(reader.has_ended for reader in readers):
+                yield News(choice, deltas, completion.logprobs or (), end, piece.output)
+                num_open -= end is not None
+            if not num_open:
                 break
     if job.retain is not None and not waits_for_results:
         served.llm.release(job.request_id)
@@ -128,7 +131,9 @@ class _Reader:
         deltas = self._parser.feed(text) if text else []
         if is_last:
             deltas = [*deltas, *self._parser.finish()]
-        self._has_calls |= any(isinstance(delta, ToolCallEnd) and delta.complete for delta in deltas)
+        for delta in deltas:
+            if isinstance(delta, ToolCallEnd):
+                self._has_calls |= delta.complete
         return deltas
 
     def end(self, reason: str, stopped_by: str | int | None) -> End:

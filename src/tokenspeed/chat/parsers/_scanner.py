@@ -41,6 +41,10 @@ class Marks:
         found = self._pattern.search(text, at)
         return (found.start(), found.group()) if found else (len(text), "")
 
+    def may_begin_in(self, text: str) -> bool:
+        """Whether a literal, or the beginning of one, may stand in the text."""
+        return self._first.search(text) is not None
+
     def undecided(self, text: str, at: int) -> int:
         """Where the end of the text begins what may become a literal; len(text) if nowhere."""
         for first in self._first.finditer(text, max(at, len(text) - self._reach)):
@@ -58,6 +62,14 @@ class Scanner:
         self._at = 0
         self._ended = False
         self._record: list[str] | None = None
+        self._sought: tuple[Marks, Sink] | None = None
+
+    def sink_of(self, text: str) -> Sink | None:
+        """Where all of this text would go if it came now: nothing waits, and none of it can belong to a mark. None
+        where that takes reading."""
+        if self._sought is None or self._sought[0].may_begin_in(text):
+            return None
+        return self._sought[1]
 
     def push(self, text: str) -> None:
         """More text."""
@@ -145,7 +157,10 @@ class Scanner:
                 return self.take(len(mark))
             if self._ended:
                 return ""
+            if self._at == len(text) and self._record is None:
+                self._sought = marks, sink
             yield
+            self._sought = None
 
     def follows(self, literals: tuple[str, ...]) -> Reading[bool]:
         """Whether one of these literals, or the end of the text, comes next after a little white space."""

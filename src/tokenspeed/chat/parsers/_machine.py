@@ -48,6 +48,15 @@ class Output:
         """What may be sent now."""
         return self._sent.take()
 
+    def at_once(self, sink: Callable[[str], object], text: str) -> ContentDelta | ReasoningDelta | None:
+        """What the sink would send of this text, if it would send just that and remember nothing: most text of most
+        replies. `_space` and `_bare` stay as they are."""
+        if self._space or self._bare or text[-1] in _SPACES:
+            return None
+        if sink == self.content:
+            return ContentDelta(text)
+        return ReasoningDelta(text) if sink == self.reasoning else None
+
     @property
     def withholds(self) -> bool:
         return self._call is not None or bool(self._space)
@@ -195,6 +204,11 @@ class Machine:
         assert not self._finished, "fed after its finish"
         if not text or self._out.done:
             return []
+        sink = self._scanner.sink_of(text)
+        if sink is not None:
+            delta = self._out.at_once(sink, text)
+            if delta is not None:
+                return [delta]
         self._scanner.push(text)
         next(self._run, None)
         return self._out.take()

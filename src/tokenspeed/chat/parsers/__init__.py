@@ -19,6 +19,8 @@ from itertools import groupby
 from types import ModuleType
 from typing import Protocol
 
+import msgspec
+
 from tokenspeed.chat import Tool
 from tokenspeed.core.errors import ConfigError
 
@@ -26,22 +28,19 @@ Schema = Mapping[str, object]
 """A JSON schema."""
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(msgspec.Struct, frozen=True):
     """More of the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """More of the reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True):
     """A call begins; its arguments follow, then its end. index counts the calls of the message from 0."""
 
     index: int
@@ -49,16 +48,14 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
+class ToolCallArguments(msgspec.Struct, frozen=True):
     """More of the arguments of a call, as JSON text."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallEnd:
+class ToolCallEnd(msgspec.Struct, frozen=True):
     """The call is over. complete: its arguments are one whole JSON object; otherwise the text ended or broke in them,
     which happens only where Context.sound_calls let them leave early."""
 
@@ -203,7 +200,7 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
             result += run
         else:
             text = "".join(delta.text for delta in run if not isinstance(delta, ToolCallStart | ToolCallEnd))
-            result.append(replace(first, text=text))
+            result.append(msgspec.structs.replace(first, text=text))
     return result
 
 

@@ -99,4 +99,9 @@ def decode_failure(error: msgspec.DecodeError) -> HttpError:
 def _failure(  # noqa: PLR0917
     status: int, message: str, kind: str, param: str | None, code: str, headers: dict[str, str] | None = None
 ) -> Failure:
-    return Failure(status, ErrorBody(ErrorDetail(message, kind, param, code)), headers or {})
+    return Failure(status, ErrorBody(ErrorDetail(_printable(message), kind, param, code)), headers or {})
+
+
+def _printable(message: str) -> str:
+    """What it quotes of a request may hold anything; a terminal or a log shall not be steered by it."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in message)

@@ -249,6 +249,8 @@ def _messages(items: Sequence[Item], instructions: str | None, toolbox: Toolbox,
 def _take(item: Item, where: str, toolbox: Toolbox, turns: _Turns) -> None:
     """One item into the turns."""
     kind = item.get("type") or ("message" if "role" in item else "")
+    if not isinstance(kind, str):
+        raise InvalidRequestError(f"{where}.type is no text", f"{where}.type")
     if kind == "message":
         _take_message(item, where, turns)
     elif kind == "reasoning":

@@ -77,6 +77,27 @@ def test_bad_fields_are_named(shared: Any, path: str, body: str, param: str) -> 
     assert shared.chat(max_tokens=4).status_code == 200, "the server lives on"
 
 
+@pytest.mark.parametrize("kind", [{}, [], 1, True, ["message"]])
+def test_the_type_of_an_item_is_text(shared: Any, kind: object) -> None:
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        response = shared.client.post(path, json={"input": [{"type": "message", "role": "user"}, {"type": kind}]})
+        falsy_is_left_out = not kind
+        assert response.status_code == (200 if falsy_is_left_out else 400), response.text
+        if not falsy_is_left_out:
+            assert response.json()["error"]["param"] == "input[1].type"
+
+
+def test_what_an_error_quotes_steers_no_terminal(shared: Any) -> None:
+    for path in (CHAT, "/v1/messages"):
+        body = {"messages": [{"role": "\x1b[31m\r\n\u202e", "content": "hi"}]}
+        message = shared.client.post(path, json=body).json()["error"]["message"]
+        assert message.isprintable(), message
+    for name in ("%1B%5B31m", "%E2%80%AE"):
+        response = shared.client.get(f"/v1/responses/{name}")
+        assert response.json()["error"]["message"].isprintable()
+        assert shared.client.get(f"/v1/{name}").json()["error"]["message"].isprintable()
+
+
 def test_nonsense_bytes_never_break_the_server(shared: Any) -> None:
     for body in (b"\xff\xfe", b'{"messages": "\xff"}', b"nul", b"[" * 100_000, b'{"n": ' + b"9" * 10_000 + b"}"):
         for path in (CHAT, COMPLETIONS, "/tokenize", "/detokenize"):

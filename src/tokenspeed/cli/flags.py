@@ -77,6 +77,7 @@ SERVER_FLAGS = (
     Flag(("--api-key",), ServerConfig, "api_key", "ask clients for this key"),
     Flag(("--store",), ServerConfig, "store", "keep stored responses in this file (in memory)", "PATH"),
     Flag(("--body-bytes-max",), ServerConfig, "body_bytes_max", "largest request body", "BYTES"),
+    Flag(("--tool-grammar",), ServerConfig, "tool_grammar", "hold calls to the schemas of their tools"),
     Flag(("--tool-call-parser",), ServerConfig, "tool_call_parser", "what reads calls in replies", "NAME"),
     Flag(("--strict-model-name",), ServerConfig, "strict_model_name", "refuse requests for other model names"),
 )

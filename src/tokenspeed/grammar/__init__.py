@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Protocol
@@ -21,8 +21,24 @@ from numpy.typing import NDArray
 from tokenspeed.core.errors import ConfigError
 from tokenspeed.core.ipc import Vocabulary
 from tokenspeed.core.request import Grammar
+from tokenspeed.grammar._schemas import Fitted, SchemaError, as_text, fit
 
-__all__ = ["Compiler", "Grammar", "GrammarError", "Matcher", "Tag", "Tags", "Vocabulary", "names", "resolve"]
+__all__ = [
+    "Compiler",
+    "Fitted",
+    "Grammar",
+    "GrammarError",
+    "Matcher",
+    "SchemaError",
+    "Tag",
+    "Tags",
+    "Vocabulary",
+    "as_text",
+    "check",
+    "fit_schema",
+    "names",
+    "resolve",
+]
 
 DEFAULT = "llguidance"
 Mask = NDArray[np.int32]
@@ -49,7 +65,7 @@ class Tag(msgspec.Struct, frozen=True, omit_defaults=True):
 class Tags(msgspec.Struct, frozen=True, omit_defaults=True):
     """The source of a grammar of the kind tags: `tags` in free text, any number of them. not has_text: nothing but
     tags, at least one and at most num_max (None: any number), after `opening`, with `parting` from one to the next, and
-    before `closing`."""
+    before `closing`; or, where `instead` is given, a value of that JSON Schema."""
 
     tags: tuple[Tag, ...]
     has_text: bool = True
@@ -57,6 +73,7 @@ class Tags(msgspec.Struct, frozen=True, omit_defaults=True):
     opening: str = ""
     parting: str = ""
     closing: str = ""
+    instead: str | None = None
 
 
 class Matcher(Protocol):
@@ -89,7 +106,7 @@ class Compiler(Protocol):
 
 def names() -> tuple[str, ...]:
     """The backends that there are."""
-    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__)))
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")))
 
 
 def resolve(name: str, vocabulary: Vocabulary) -> Compiler:
@@ -107,7 +124,17 @@ def check(grammar: Grammar, name: str = DEFAULT, *, strict: bool = True) -> tupl
     return warnings
 
 
-@lru_cache(maxsize=1024)
+def fit_schema(schema: Mapping[str, object], name: str = DEFAULT, *, strict: bool) -> Fitted:
+    """How much of a JSON Schema the backend can enforce; see Fitted. strict: all of it, or SchemaError. Raises
+    SchemaError, with the place, for what is no schema."""
+
+    def fault(part: Mapping[str, object], is_strict: bool) -> str | None:
+        return _verdict(Grammar("json_schema", as_text(part)), name, is_strict)[0]
+
+    return fit(schema, fault, strict=strict)
+
+
+@lru_cache(maxsize=4096)
 def _verdict(grammar: Grammar, name: str, strict: bool) -> tuple[str | None, tuple[str, ...]]:
     """The fault, and the warnings. Agents send the same tools each turn."""
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,14 +20,29 @@ from tokenizers import Tokenizer
 
 from tokenspeed.grammar import Grammar, GrammarError, Mask, Matcher, Tag, Tags, Vocabulary
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 _NUM_COMPILED = 256
+_ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""As models are used to write JSON. White space wherever JSON allows it would let a weak one write nothing else."""
 _NO_BYTES = b"\xff"
 """The library takes what begins with this byte, which no text has, for a special token."""
 
 
 def check(grammar: Grammar, strict: bool) -> Sequence[str]:
     """See the contract."""
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(_definition(grammar, lenient=not strict))
+    try:
+        if grammar.kind == "json_schema":  # alone, for messages that speak of nothing else
+            options = {**_ONE_LINE, "lenient": not strict}
+            definition = LLMatcher.grammar_from_json_schema(_parsed(grammar.source), overrides=options)
+        elif grammar.kind == "regex":
+            definition = LLMatcher.grammar_from_regex(grammar.source)
+        else:
+            definition = _definition(grammar, lenient=not strict)
+    except ValueError as error:  # such as an integer that the library cannot hold
+        raise GrammarError(" ".join(str(error).split())) from None
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(definition)
     if is_error:
         raise GrammarError(" ".join(messages[0].split()))
     return list(messages)
@@ -141,7 +157,8 @@ def _tags(tags: Tags, extra: list[dict[str, object]], lenient: bool) -> list[str
         lines.append("tag: " + "\n    | ".join(_form(tag, index, tag.begin) for index, tag in enumerate(tags.tags)))
         most = "" if tags.num_max is None else f"{{0,{tags.num_max - 1}}}"
         more = "" if tags.num_max == 1 else f"({_text(tags.parting)} tag){most or '*'}"
-        return [*lines, f"body: {_text(tags.opening)} tag {more} {_text(tags.closing)}"]
+        instead = "" if tags.instead is None else f" | {_json(tags.instead, lenient)}"
+        return [*lines, f"body: {_text(tags.opening)} tag {more} {_text(tags.closing)}{instead}"]
     triggers = list(dict.fromkeys(tag.trigger for tag in tags.tags))
     for place, trigger in enumerate(triggers):
         forms = [
@@ -169,15 +186,18 @@ def _value(tag: Tag, index: int, extra: list[dict[str, object]], lenient: bool) 
 
 def _json(schema: str, lenient: bool) -> str:
     """An inline JSON Schema."""
+    options = {**_ONE_LINE, "lenient": lenient}
+    return "%json " + json.dumps({**_parsed(schema), "x-guidance": options}, ensure_ascii=False)
+
+
+def _parsed(schema: str) -> dict[str, object]:
     try:
         value = json.loads(schema)
     except ValueError as error:
         raise GrammarError(f"the schema is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise GrammarError("the schema is not a JSON object")
-    if lenient:
-        value = {**value, "x-guidance": {"lenient": True}}
-    return "%json " + json.dumps(value, ensure_ascii=False)
+    return value
 
 
 def _lark(grammar: Grammar) -> str:

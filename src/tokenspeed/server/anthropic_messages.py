@@ -18,7 +18,9 @@ from tokenspeed.llm.sampling import INT32_MAX, TEMPERATURE_MAX, checked, default
 from tokenspeed.server.chat import Conversation, Message, ToolCall
 from tokenspeed.server.errors import HttpError
 from tokenspeed.server.fields import Refused, above, at_least_one, one_of, within
+from tokenspeed.server.formats import Form, format_form
 from tokenspeed.server.served import ServedLLM
+from tokenspeed.server.tool_choice import ToolChoice, read_tool_choice
 
 _BILLING_PREFIX = "x-anthropic-billing-header:"
 _THREAD_CODE = "thread_unsupported_request"
@@ -66,7 +68,7 @@ class ToolField(msgspec.Struct):
     defer_loading: bool | None = None
 
 
-class ToolChoice(msgspec.Struct):
+class ToolChoiceField(msgspec.Struct):
     """Which tools may be called."""
 
     type: str
@@ -86,7 +88,7 @@ class OutputConfig(msgspec.Struct):
     """output_config of the body."""
 
     effort: str | None = None
-    format: Any = None
+    format: dict[str, Any] | None = None
 
 
 class CountBody(msgspec.Struct, kw_only=True):
@@ -96,9 +98,10 @@ class CountBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     system: str | list[Block] | None = None
     tools: list[ToolField] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoiceField | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
     thread: Refused = None
     metadata: dict[str, Any] | None = None
 
@@ -123,7 +126,6 @@ def read_conversation(body: CountBody, llm: ServedLLM) -> Conversation:
         )
     if not body.messages:
         raise InvalidRequestError("messages: at least one message is required", "messages")
-    _refuse_what_needs_a_grammar(body)
     tools = [tool for tool in body.tools or () if tool.type in (None, "custom")]
     schemas = {tool.name: _tool(tool) for tool in tools}
     messages = [*_system(body.system)]
@@ -134,8 +136,10 @@ def read_conversation(body: CountBody, llm: ServedLLM) -> Conversation:
         tools=tuple(schemas[tool.name] for tool in tools if not tool.defer_loading),
         params=_params(body, llm),
         template_kwargs=_template_kwargs(body),
-        may_call=body.tool_choice is None or body.tool_choice.type != "none",
+        choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
+        form=_form(body),
+        thinking_budget=_thinking_budget(body.thinking),
     )
 
 
@@ -147,11 +151,20 @@ def cache_ttls(body: CountBody) -> Iterator[str | None]:
     return (block.cache_control.ttl for block in blocks if block.cache_control is not None)
 
 
-def _refuse_what_needs_a_grammar(body: CountBody) -> None:
+def _tool_choice(choice: ToolChoiceField | None) -> ToolChoice:
+    if choice is None:
+        return ToolChoice()
+    return read_tool_choice({"type": "tool", "name": choice.name} if choice.type == "tool" else choice.type)
+
+
+def _form(body: CountBody) -> Form | None:
     if body.output_config is not None and body.output_config.format is not None:
-        raise InvalidRequestError("output_config.format is not supported yet", "output_config.format")
-    if body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):
-        raise InvalidRequestError("only tool_choice 'auto' and 'none' are supported yet", "tool_choice.type")
+        return format_form(body.output_config.format, "output_config.format")
+    return format_form(body.output_format, "output_format")
+
+
+def _thinking_budget(thinking: Thinking | None) -> int | None:
+    return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
 
 def _params(body: CountBody, llm: ServedLLM) -> SamplingParams:

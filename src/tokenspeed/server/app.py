@@ -28,7 +28,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenspeed import __version__
 from tokenspeed.chat import parsers
 from tokenspeed.core.config import ServerConfig
-from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.observability.metrics import CONTENT_TYPE, Metrics, PoolSize
 from tokenspeed.observability.tracing import Tracer, trace_headers
 from tokenspeed.server import (
@@ -45,6 +44,7 @@ from tokenspeed.server import (
 )
 from tokenspeed.server.chat import Conversation
 from tokenspeed.server.connection import read_struct, while_connected
+from tokenspeed.server.constraints import constrain, needs_constraint
 from tokenspeed.server.docs_page import docs_page
 from tokenspeed.server.errors import ErrorBody, Failure, HttpError, failure_of
 from tokenspeed.server.generation import Job, Origin, new_id
@@ -54,7 +54,7 @@ from tokenspeed.server.request_ids import RequestIds
 from tokenspeed.server.responses_store import ResponsesStore
 from tokenspeed.server.sampling import request_priority
 from tokenspeed.server.served import Patience, Served, ServedLLM
-from tokenspeed.server.session_book import SessionList
+from tokenspeed.server.session_list import SessionList
 from tokenspeed.server.sessions import hold_for, session_of
 from tokenspeed.server.sse import DirectWrites, EventStream
 from tokenspeed.server.turn import reply_to
@@ -65,6 +65,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/versio
 _ANTHROPIC_PATH = "/v1/messages"
 _CLIENT_GONE = 499
 _NO_DIALECT = "none"
+_WARNING, _WARNING_CHARS_MAX = "x-tokenspeed-warning", 1024
 _TEXT, _OBJECT = "text/plain", "application/json"
 _ASKED = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
 _log = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ def _busy_status(path: str) -> int:
 async def _chat_completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_chat.ChatBody, served.config.body_bytes_max)
     headers = model_headers(served, body.model)
-    conversation = openai_chat.read_conversation(body, served.llm)
+    conversation = await _held(served, openai_chat.read_conversation(body, served.llm), headers)
     fields = (body.session_id, body.prompt_cache_key)
     job = _chat_job("chatcmpl", served, request, conversation, session_of(request.headers, fields, conversation))
     headers |= job.origin.headers()
@@ -217,7 +218,7 @@ async def _chat_completions(served: Served, request: Request) -> Response:
 async def _messages(served: Served, request: Request) -> Response:
     body = await read_struct(request, anthropic_messages.MessagesBody, served.config.body_bytes_max)
     headers = model_headers(served, body.model)
-    conversation = anthropic_messages.read_conversation(body, served.llm)
+    conversation = await _held(served, anthropic_messages.read_conversation(body, served.llm), headers)
     user_id = (body.metadata or {}).get("user_id")
     session = session_of(request.headers, (user_id,), conversation)
     job = _chat_job("msg", served, request, conversation, session, ttls=anthropic_messages.cache_ttls(body))
@@ -257,6 +258,7 @@ async def _responses(store: ResponsesStore, served: Served, request: Request) ->
     body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
     headers = model_headers(served, body.model)
     asked = openai_responses.read(body, served.llm, store)
+    asked = dataclasses.replace(asked, conversation=await _held(served, asked.conversation, headers))
     session = session_of(request.headers, (body.session_id, body.prompt_cache_key), asked.conversation)
     job = _chat_job("resp", served, request, asked.conversation, session)
     headers |= job.origin.headers()
@@ -300,6 +302,17 @@ async def _compact(store: ResponsesStore, served: Served, request: Request) -> R
     headers["x-request-id"] = job.request_id
     work = responses_compact.compacted(served, job, asked, reply_to(served, asked.conversation))
     return _json(await while_connected(request.receive, work), headers)
+
+
+async def _held(served: Served, conversation: Conversation, headers: dict[str, str]) -> Conversation:
+    """With what holds the reply to its form. What of that form is not enforced is said in `headers`."""
+    if not needs_constraint(served, conversation):
+        return conversation
+    conversation, warnings = await asyncio.to_thread(constrain, served, conversation)
+    if warnings:
+        said = "; ".join([*filter(None, [headers.get(_WARNING)]), *warnings]).encode("ascii", "replace").decode()
+        headers[_WARNING] = "".join(character for character in said if character.isprintable())[:_WARNING_CHARS_MAX]
+    return conversation
 
 
 def _chat_job(

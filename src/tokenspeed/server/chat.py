@@ -15,6 +15,8 @@ import msgspec
 
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm.input_processor import ChatPrompt
+from tokenspeed.server.formats import Form
+from tokenspeed.server.tool_choice import ToolChoice
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -42,7 +44,9 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """What is asked, whichever dialect it came in. tools: as sent, key order kept. told_later: names of those that a
-    message tells of, so that the head of the prompt does not. may_call: whether a call in the reply is one, or text."""
+    message tells of, so that the head of the prompt does not. choice: whether a call in the reply is one, or text, and
+    has to come. form: what an answer has to match. thinking_budget: tokens of reasoning at the most. sound_calls: a
+    grammar sees to it that calls are well formed."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, object], ...]
@@ -50,9 +54,20 @@ class Conversation:
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     priority: int = 0
-    may_call: bool = True
     parallel_tool_calls: bool = True
     told_later: frozenset[str] = frozenset()
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    form: Form | None = None
+    thinking_budget: int | None = None
+    sound_calls: bool = False
+
+    @property
+    def callable_tools(self) -> tuple[Mapping[str, object], ...]:
+        """Those that the reply may call."""
+        if not self.choice.may_call:
+            return ()
+        among = self.choice.among
+        return tuple(tool for tool in self.tools if among is None or _name(tool) in among)
 
     def prompt(self) -> ChatPrompt:
         """The conversation as the template sees it."""
@@ -64,8 +79,12 @@ class Conversation:
         )
 
     def _is_told_later(self, tool: Mapping[str, object]) -> bool:
-        function = tool.get("function")
-        return isinstance(function, Mapping) and function.get("name") in self.told_later
+        return _name(tool) in self.told_later
+
+
+def _name(tool: Mapping[str, object]) -> object:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:

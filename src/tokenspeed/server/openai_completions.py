@@ -19,6 +19,7 @@ from tokenspeed.llm.input_processor import Prompt, TextPrompt, TokensPrompt
 from tokenspeed.llm.outputs import CompletionOutput, LogprobEntry, RequestOutput, TokenText
 from tokenspeed.llm.sampling import LOGPROBS_MAX
 from tokenspeed.server.fields import at_least_one, one_of, within
+from tokenspeed.server.formats import form_of
 from tokenspeed.server.generation import Choice, Job, Piece, Tally, Usage, finish_text, pieces, whole
 from tokenspeed.server.openai_logprobs import (
     CompletionLogprobs,
@@ -99,7 +100,11 @@ def read_params(body: CompletionBody, llm: ServedLLM) -> SamplingParams:
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if _only_echoes(body):
         max_tokens = 1
-    return sampling_params(body, llm, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=asked)
+    params = sampling_params(body, llm, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=asked)
+    form = form_of(body)
+    if form is None or llm.source.script is not None:
+        return params
+    return msgspec.structs.replace(params, grammar=form.grammar)
 
 
 async def whole_answer(served: Served, job: Job, body: CompletionBody) -> Answer:

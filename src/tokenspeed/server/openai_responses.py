@@ -20,10 +20,12 @@ from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm.sampling import INT32_MAX
 from tokenspeed.server.chat import Conversation, Message, ToolCall
 from tokenspeed.server.fields import Nothing, Refused, one_of, within
+from tokenspeed.server.formats import format_form
 from tokenspeed.server.responses_store import Item, ResponsesStore, items_of
 from tokenspeed.server.responses_tools import CUSTOM_FIELD, SEARCH, Toolbox, callable_name
 from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params, under_its_name
 from tokenspeed.server.served import ServedLLM
+from tokenspeed.server.tool_choice import ToolChoice, read_tool_choice
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 COMPACTION = "compaction"
@@ -42,16 +44,10 @@ class Reasoning(msgspec.Struct):
     summary: str | None = None
 
 
-class TextFormat(msgspec.Struct):
-    """text.format of the body."""
-
-    type: str
-
-
 class TextField(msgspec.Struct):
     """text of the body."""
 
-    format: TextFormat | None = None
+    format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
@@ -113,9 +109,10 @@ def read(body: ResponsesBody, llm: ServedLLM, store: ResponsesStore) -> Asked:
         params=_params(body, llm),
         template_kwargs=_template_kwargs(body),
         priority=request_priority(body),
-        may_call=body.tool_choice != "none",
+        choice=_tool_choice(body.tool_choice, toolbox),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         told_later=toolbox.told_later,
+        form=format_form(body.text.format, "text.format") if body.text is not None else None,
     )
     is_kept = body.store is not False
     return Asked(body, conversation, toolbox, (*before, msgspec.json.encode(items)) if is_kept else ())
@@ -184,10 +181,6 @@ def _unsealed(text: object) -> str | None:
 
 def _refuse(body: ResponsesBody) -> None:
     """What this server does not do, by name."""
-    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
-        raise InvalidRequestError(f"text.format {body.text.format.type!r} is not supported yet", "text.format")
-    if body.tool_choice is not None and body.tool_choice not in ("auto", "none"):
-        raise InvalidRequestError("only tool_choice 'auto' and 'none' are supported yet", "tool_choice")
     if body.top_logprobs or _LOGPROBS in (body.include or ()):
         raise InvalidRequestError("log-probabilities are not offered here; use /v1/chat/completions", "top_logprobs")
     for name in ("background", "conversation", "prompt", "prompt_logprobs"):
@@ -195,6 +188,14 @@ def _refuse(body: ResponsesBody) -> None:
             raise InvalidRequestError(f"{name} is not supported by this server; leave it out", name)
     if body.n not in (None, 1):
         raise InvalidRequestError("n is not part of this API; a response is one", "n")
+
+
+def _tool_choice(value: object, toolbox: Toolbox) -> ToolChoice:
+    """The choice, in the names by which the model knows the tools."""
+    choice = read_tool_choice(value)
+    called = None if choice.called is None else toolbox.callable(choice.called)
+    among = None if choice.among is None else frozenset(map(toolbox.callable, choice.among))
+    return ToolChoice(choice.may_call, choice.must_call, called, among)
 
 
 def _params(body: ResponsesBody, llm: ServedLLM) -> SamplingParams:

@@ -216,6 +216,7 @@ class Answering:
         body, params = self._asked.body, self._job.params
         effort, summary = (body.reasoning.effort, body.reasoning.summary) if body.reasoning else (None, None)
         verbosity = body.text.verbosity if body.text is not None else None
+        asked_format = body.text.format if body.text is not None else None
         return Answer(
             id=self._job.request_id,
             created_at=self._created_at,
@@ -235,7 +236,7 @@ class Answering:
             safety_identifier=body.safety_identifier,
             store=self._store is not None,
             temperature=params.temperature,
-            text={"format": {"type": "text"}, **({"verbosity": verbosity} if verbosity else {})},
+            text={"format": asked_format or {"type": "text"}, **({"verbosity": verbosity} if verbosity else {})},
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=params.top_p,

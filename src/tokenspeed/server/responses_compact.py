@@ -22,6 +22,7 @@ from tokenspeed.server.responses_answers import Usage, name_input, usage_of
 from tokenspeed.server.responses_kept import input_item
 from tokenspeed.server.responses_store import Item, items_of
 from tokenspeed.server.served import Served
+from tokenspeed.server.tool_choice import ToolChoice
 from tokenspeed.server.turn import Reply, news_of
 
 _REQUEST = (
@@ -49,7 +50,10 @@ def asking_for_summary(asked: Asked) -> Asked:
     if params.max_tokens is None:
         params = msgspec.structs.replace(params, max_tokens=_SUMMARY_TOKENS_MAX)
     messages = (*conversation.messages, Message("user", _REQUEST))
-    return dataclasses.replace(asked, conversation=dataclasses.replace(conversation, messages=messages, params=params))
+    conversation = dataclasses.replace(
+        conversation, messages=messages, params=params, choice=ToolChoice(may_call=False), form=None
+    )
+    return dataclasses.replace(asked, conversation=conversation)
 
 
 async def compacted(served: Served, job: Job, asked: Asked, reply: Reply) -> Compacted:

@@ -71,6 +71,11 @@ class Toolbox:
         meant = [origin for origin in self._origins.values() if origin.name == callable_name]
         return meant[0] if len(meant) == 1 else Origin(FUNCTION, callable_name)
 
+    def callable(self, name: str) -> str:
+        """By what name the model knows a tool that the wire calls `name`, with its namespace or without."""
+        meant = [called for called, origin in self._origins.items() if origin.name == name]
+        return meant[0] if len(meant) == 1 and name not in self._tools else name
+
     def _add(self, tool: object, namespace: str | None, where: str, is_later: bool = False) -> list[str]:
         """The callable names that `tool` adds or that it had before."""
         if not isinstance(tool, Mapping):

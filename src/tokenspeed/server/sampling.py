@@ -23,6 +23,7 @@ from tokenspeed.llm.sampling import (
     default_sampling,
 )
 from tokenspeed.server.fields import Refused, above, within
+from tokenspeed.server.formats import FormatFields
 from tokenspeed.server.served import ServedLLM
 
 # Fields that SamplingParams has under the same name and type.
@@ -58,15 +59,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "xtc_probability": (0.0,),
     "dry_multiplier": (0.0,),
     "mirostat": (0, 0.0),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "grammar": (),
 }
 
 
@@ -77,7 +69,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(FormatFields, kw_only=True):
     """Fields of a request body that the chat and the completions dialect share."""
 
     model: str | None = None
@@ -118,15 +110,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     xtc_probability: Refused = None
     dry_multiplier: Refused = None
     mirostat: Refused = None
-    guided_json: Refused = None
-    guided_regex: Refused = None
-    guided_choice: Refused = None
-    guided_grammar: Refused = None
-    structured_outputs: Refused = None
-    json_schema: Refused = None
-    regex: Refused = None
-    ebnf: Refused = None
-    grammar: Refused = None
 
 
 def sampling_params(

@@ -44,7 +44,7 @@ def session_of(headers: Mapping[str, str], fields: Iterable[object], conversatio
 def hold_for(session: str, conversation: Conversation, ttls: Iterable[str | None] = ()) -> Retention | None:
     """What is asked of the pages of a turn that may end in calls, whose results are the next turn. ttls: of the hints
     that the client gave, the longest counts."""
-    if not (conversation.tools and conversation.may_call):
+    if not conversation.callable_tools:
         return None
     hinted = [_TTL_S[ttl] for ttl in ttls if ttl in _TTL_S]
     return Retention(session, min(max(hinted, default=HOLD_S), HOLD_MAX_S))

@@ -146,6 +146,15 @@ class CallFormat:
         return f"{self.before_name}{self.name}{self.after_name}"
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """How a dialect opens and closes reasoning, and what then stands before an answer."""
+
+    open: str = "<think>"
+    close: str = "</think>"
+    answer: str = ""
+
+
 def names() -> tuple[str, ...]:
     """The dialects that there are."""
     return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")))
@@ -159,9 +168,15 @@ def resolve(name: str) -> Build:
 
 def call_format(dialect: str, tools: Iterable[str]) -> list[CallFormat] | None:
     """How calls of the tools of these names are written, for a grammar; each tool may have several forms. None if the
-    arguments of the dialect are no JSON. ConfigError names the dialects."""
+    arguments of the dialect are no JSON, or no fixed text leads to them. ConfigError names the dialects."""
     formats: Sequence[CallFormat] = _leaf(dialect).FORMATS
     return [replace(form, name=tool) for tool in tools for form in formats] if formats else None
+
+
+def reasoning_marks(dialect: str) -> ReasoningMarks:
+    """The marks of reasoning: a leaf's REASONING, where it has others than most. ConfigError names the dialects."""
+    marks: ReasoningMarks = vars(_leaf(dialect)).get("REASONING", ReasoningMarks())
+    return marks
 
 
 def choose(template: str) -> str:
@@ -204,7 +219,11 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
     return result
 
 
-_REASONING_OPENERS = ("<think>", "[THINK]", "<|channel|>analysis<|message|>")
+_REASONING_OPENERS = (
+    *("<think>", "[THINK]", "<|channel|>analysis<|message|>", "<seed:think>", "<mm:think>", "<think:opensource>"),
+    *("<|START_THINKING|>", "<|open|>think<|sep|>", "<|inner_prefix|>", "<|channel>thought", "<|think|>"),
+    *("to=self<|message|>", "Here are my reasoning steps:"),
+)
 
 
 def _leaf(name: str) -> ModuleType:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers._calls import FENCE, arguments, fence, whole_call_until
 from tokenspeed.chat.parsers._machine import Machine, Output, Reader, attempt
 from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
+REASONING = ReasoningMarks(
+    f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant", answer=f"{CHANNEL}final{MESSAGE}"
+)
 SIGNS = ((CHANNEL, MESSAGE),)
 _BEGINS = Marks((START, CHANNEL, *ENDS))
 _HEADER_ENDS = Marks((MESSAGE, START, *ENDS))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers._calls import NAME, arguments, named_object
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._machine import Output
@@ -16,6 +16,7 @@ from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 SIGNS = ((OPEN,),)
+REASONING = ReasoningMarks("[THINK]", "[/THINK]")
 _ID_LEN = 9
 FORMATS = (
     CallFormat(OPEN, OPEN, ARGUMENTS, ""),
@@ -27,7 +28,7 @@ def build(context: Context) -> Parser:
     """The parser for a request."""
     make_id = context.make_id
     short = replace(context, make_id=lambda: make_id()[-_ID_LEN:])
-    return conversation(short, Dialect({OPEN: _calls}, think=("[THINK]", "[/THINK]")))
+    return conversation(short, Dialect({OPEN: _calls}, think=(REASONING.open, REASONING.close)))
 
 
 def _calls(scanner: Scanner, out: Output) -> Reading[bool]:

@@ -391,7 +391,9 @@ def test_text_after_a_call_is_content() -> None:
         ("flag", "True", True),
         ("flag", "false", False),
         ("lines", '["a", {"b": null}]', ["a", {"b": None}]),
-        ("lines", "['a']", "['a']"),
+        ("lines", "['a', {'b': None}]", ["a", {"b": None}]),
+        ("lines", "['a", "['a"),
+        ("maybe", "['a']", "['a']"),
         ("p", "x\n</parameter>" + " " * 100 + "\n</function> y", None),
         ("maybe", "null", None),
         ("maybe", "5", "5"),
@@ -452,7 +454,8 @@ CALL = '{"name": "ls_dir", "arguments": {"p": "```"}}'
 
 def answer(name: str, text: str) -> str:
     """The text as the answer of a message of this dialect."""
-    return f"<|channel|>final<|message|>{text}" if name == "gpt_oss" else text
+    begin = {"gpt_oss": "<|channel|>final<|message|>", "functionary_v32": "all\n"}
+    return begin.get(name, "") + text
 
 
 @pytest.mark.parametrize("sound", [False, True])
@@ -576,26 +579,6 @@ def test_feeding_after_the_end_is_an_error() -> None:
 
 
 # The contract.
-
-TEMPLATES = {
-    "hermes": 'within <tool_call></tool_call> XML tags: {"name": <function-name>, "arguments": <args-json-object>}',
-    "qwen3_coder": "<tool_call>\n<function=' ~ call.name ~ '>\n<parameter=' ~ key ~ '>",
-    "glm4": '<tool_call>{{ "name" }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value></tool_call>',
-    "minimax_m2": '<minimax:tool_call>\n<invoke name="tool-name">\n<parameter name="key">',
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json\\n",
-    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments | tojson",
-    "gpt_oss": "<|start|>assistant<|channel|>commentary to=functions.{{ name }}<|message|>",
-    "llama3_json": '{"name": function name, "parameters": dictionary of argument name and its value}',
-    "llama_pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2)]",
-    "mistral": "[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
-    "none": "<|im_start|>{{ role }}\n{{ content }}<|im_end|>",
-}
-
-
-@pytest.mark.parametrize("name", names())
-def test_the_template_says_the_dialect(name: str) -> None:
-    assert choose(TEMPLATES[name]) == name
 
 
 def test_no_template_and_no_such_dialect() -> None:

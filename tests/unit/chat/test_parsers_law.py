@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tokenspeed.chat.parsers import (
@@ -26,21 +26,7 @@ from tokenspeed.chat.parsers import (
     names,
     resolve,
 )
-
-Call = tuple[str, Mapping[str, object]]
-
-TOOLS: dict[str, Mapping[str, object]] = {
-    "ls_dir": {"type": "object", "properties": {"p": {"type": "string"}, "n": {"type": "integer"}}, "required": ["p"]},
-    "edit": {
-        "type": "object",
-        "properties": {
-            "old text": {"type": "string"},
-            "lines": {"type": "array"},
-            "flag": {"type": ["boolean", "null"]},
-            "meta": {"type": "object"},
-        },
-    },
-}
+from unit.chat.parsers_rendered import EXAMPLE, RENDER, SILENT, TOOLS, Call, dumps, slug, thinks
 
 
 def read(name: str, chunks: Sequence[str], *, finish: bool = True, **context: object) -> list[Delta]:
@@ -63,117 +49,6 @@ def calls_of(deltas: Sequence[Delta]) -> list[Call]:
         for index in range(len(named))
     ]
     return [(name, json.loads(text)) for name, text in zip(named, texts, strict=True)]
-
-
-# How templates render calls.
-
-
-def dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def bare(value: object) -> str:
-    return value if isinstance(value, str) else dumps(value)
-
-
-def hermes(calls: Sequence[Call]) -> str:
-    return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {dumps(a)}}}\n</tool_call>' for n, a in calls)
-
-
-def qwen3_coder(calls: Sequence[Call]) -> str:
-    return "\n".join(
-        f"<tool_call>\n<function={n}>\n"
-        + "".join(f"<parameter={k}>\n{bare(v)}\n</parameter>\n" for k, v in a.items())
-        + "</function>\n</tool_call>"
-        for n, a in calls
-    )
-
-
-def glm4(calls: Sequence[Call]) -> str:
-    return "\n".join(
-        f"<tool_call>{n}\n"
-        + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{bare(v)}</arg_value>\n" for k, v in a.items())
-        + "</tool_call>"
-        for n, a in calls
-    )
-
-
-def minimax_m2(calls: Sequence[Call]) -> str:
-    invokes = (
-        f'<invoke name="{n}">\n'
-        + "".join(f'<parameter name="{k}">{bare(v)}</parameter>\n' for k, v in a.items())
-        + "</invoke>\n"
-        for n, a in calls
-    )
-    return f"<minimax:tool_call>\n{''.join(invokes)}</minimax:tool_call>"
-
-
-def kimi_k2(calls: Sequence[Call]) -> str:
-    each = (
-        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{dumps(a)}<|tool_call_end|>"
-        for i, (n, a) in enumerate(calls)
-    )
-    return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
-
-
-def deepseek_v3(calls: Sequence[Call]) -> str:
-    each = (
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{dumps(a)}\n```<｜tool▁call▁end｜>" for n, a in calls
-    )
-    return "<｜tool▁calls▁begin｜>" + "\n".join(each) + "<｜tool▁calls▁end｜>"
-
-
-def deepseek_v31(calls: Sequence[Call]) -> str:
-    each = (f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{dumps(a)}<｜tool▁call▁end｜>" for n, a in calls)
-    return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
-
-
-def gpt_oss(calls: Sequence[Call]) -> str:
-    return "<|start|>assistant".join(
-        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{dumps(a)}<|call|>" for n, a in calls
-    )
-
-
-def llama3_json(calls: Sequence[Call]) -> str:
-    return "<|python_tag|>" + "; ".join(f'{{"name": "{n}", "parameters": {dumps(a)}}}' for n, a in calls)
-
-
-def slug(key: str) -> str:
-    return key.replace(" ", "_")
-
-
-def llama_pythonic(calls: Sequence[Call]) -> str:
-    each = (f"{n}({', '.join(f'{slug(k)}={v!r}' for k, v in a.items())})" for n, a in calls)
-    return f"<|python_start|>[{', '.join(each)}]<|python_end|>"
-
-
-def mistral(calls: Sequence[Call]) -> str:
-    return "".join(f"[TOOL_CALLS]{n}[ARGS]{dumps(a)}" for n, a in calls)
-
-
-def none(calls: Sequence[Call]) -> str:
-    return f"```json\n{dumps([{'name': n, 'arguments': a} for n, a in calls])}\n```"
-
-
-RENDER: dict[str, Callable[[Sequence[Call]], str]] = {
-    "deepseek_v3": deepseek_v3,
-    "deepseek_v31": deepseek_v31,
-    "glm4": glm4,
-    "gpt_oss": gpt_oss,
-    "hermes": hermes,
-    "kimi_k2": kimi_k2,
-    "llama3_json": llama3_json,
-    "llama_pythonic": llama_pythonic,
-    "minimax_m2": minimax_m2,
-    "mistral": mistral,
-    "none": none,
-    "qwen3_coder": qwen3_coder,
-}
-THINK = {"gpt_oss": ("<|channel|>analysis<|message|>", "<|end|>"), "mistral": ("[THINK]", "[/THINK]")}
-EXAMPLE: Sequence[Call] = (
-    ("ls_dir", {"p": 'a "b" \\ <é\n🚆', "n": -1}),
-    ("edit", {"old text": "x\n", "lines": [1.5, {"k": None}], "flag": True, "meta": {}}),
-)
 
 
 def test_every_dialect_is_under_the_law() -> None:
@@ -218,7 +93,7 @@ PIECES = (
 
 def own_pieces(name: str) -> list[str]:
     """The marks of a dialect, whole and in part."""
-    opener, closer = THINK.get(name, ("<think>", "</think>"))
+    opener, closer = thinks(name)
     whole = RENDER[name](EXAMPLE)
     marks = re.findall(r"<[^<>]+>|\[[A-Z_]+\]|[a-z]+=|to=|functions\.\w+", whole)
     marks = [*dict.fromkeys([*marks, opener, closer, "<|return|>" if name == "gpt_oss" else "<|start|>"])]
@@ -235,7 +110,7 @@ def texts(draw: st.DrawFn, name: str) -> str:
         draw(st.lists(st.sampled_from(EXAMPLE), max_size=3))
     )
     if draw(st.booleans()):
-        opener, closer = THINK.get(name, ("<think>", "</think>"))
+        opener, closer = thinks(name)
         good = f"{opener}plan{closer}{good}"
     if kind == 1:
         return good[: draw(st.integers(0, len(good)))]
@@ -266,9 +141,10 @@ def test_deltas_do_not_depend_on_the_split(name: str, data: st.DataObject) -> No
     check_form(whole, sound=bool(context["sound_calls"]))
     if not context["parallel_tool_calls"]:
         assert sum(isinstance(d, ToolCallEnd) and d.complete for d in whole) <= 1
-    marks = THINK.get(name, ("<think>", "</think>"))
+    marks = thinks(name)
     begins_with_reasoning = text.lstrip().startswith(marks) or context["starts_in_reasoning"]
-    if name != "gpt_oss" and not begins_with_reasoning and not any(isinstance(d, ToolCallStart) for d in whole):
+    says_less = name == "gpt_oss" or any(mark in text for mark in SILENT.get(name, ()))
+    if not says_less and not begins_with_reasoning and not any(isinstance(d, ToolCallStart) for d in whole):
         assert text_of(whole) == text
 
 
@@ -331,11 +207,14 @@ edit = st.tuples(
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.one_of(ls_dir, edit), min_size=1, max_size=3), st.booleans(), st.data())
 def test_rendered_calls_are_read_back(name: str, calls: list[Call], sound: bool, data: st.DataObject) -> None:
-    opener, closer = THINK.get(name, ("<think>", "</think>"))
+    opener, closer = thinks(name)
+    if name == "minimax_m3":  # which does not write what types nested values without a schema have
+        calls = [(n, {k: v for k, v in a.items() if k not in ("lines", "meta")}) for n, a in calls]
+    assume(name != "gemma4" or dumps(calls).count('<|\\"|>') == 0)  # which has no way to write its quote in text
     text = RENDER[name](calls)
     start = "<|start|>assistant" if name == "gpt_oss" else ""
     deltas = read(name, data.draw(st.composite(splits)(f"{opener}\nI see.\n{closer}{start}{text}")), sound_calls=sound)
-    if name == "llama_pythonic":
+    if name in ("llama_pythonic", "lfm2"):
         calls = [(n, {slug(k): v for k, v in a.items()}) for n, a in calls]
     assert calls_of(deltas) == list(calls)
     assert text_of(deltas, ReasoningDelta) == "I see."
@@ -346,15 +225,20 @@ def test_rendered_calls_are_read_back(name: str, calls: list[Call], sound: bool,
 def test_a_text_that_ends_anywhere_keeps_what_was_sent(name: str) -> None:
     text = "Hm. " + RENDER[name](EXAMPLE)
     whole = read(name, [text], sound_calls=True)
+    calls = calls_of(read(name, [text]))
+    ids = count()
+    parser = resolve(name)(Context(tools=TOOLS, sound_calls=True, make_id=lambda: f"call_{next(ids):09d}"))
+    deltas: list[Delta] = []
     for end in range(len(text)):
-        cut = read(name, [text[:end]], sound_calls=True)
-        sent = read(name, [text[:end]], sound_calls=True, finish=False)
+        sent = joined(deltas)
         for have, final in zip(sent, whole, strict=False):
             assert have == final or (type(have) is type(final) and final.text.startswith(have.text)), (have, final)  # type: ignore[union-attr]
+        cut = read(name, [text[:end]], sound_calls=True)
         assert cut[: len(sent) - 1] == sent[:-1]
         withheld = read(name, [text[:end]])
         complete = [delta.index for delta in withheld if isinstance(delta, ToolCallEnd)]
-        assert calls_of(withheld) == calls_of(read(name, [text]))[: len(complete)]
+        assert calls_of(withheld) == calls[: len(complete)]
+        deltas += parser.feed(text[end])
 
 
 @pytest.mark.parametrize("name", sorted(RENDER))

@@ -14,16 +14,21 @@ from tokenspeed.chat.parsers._schema import fits
 NAME = re.compile(r"[^\s<>\"'{}()\[\]=|]+")
 FENCE = "```"
 _ARGUMENT_KEYS = ("arguments", "parameters")
-_CALL_KEYS = frozenset(("name", "type", "id", *_ARGUMENT_KEYS))
+_CALL_KEYS = ("type", "id", "tool_call_id", *_ARGUMENT_KEYS)
 
 
 def named_object(
-    scanner: Scanner, out: Output, *, known: Container[str] | None = None, tentative: bool = False
+    scanner: Scanner,
+    out: Output,
+    *,
+    name_key: str = "name",
+    known: Container[str] | None = None,
+    tentative: bool = False,
 ) -> Reading[bool]:
-    """Read {"name": …, "arguments": {…}}, keys in any order; "parameters" means the same.
+    """Read {"name": …, "arguments": {…}}, keys in any order; "parameters" means the same as "arguments".
 
-    known: where answers stand too, the names that are calls; other names and keys refuse it. tentative: the caller
-    commits.
+    name_key: what stands for "name". known: where answers stand too, the names that are calls; other names and keys
+    refuse it. tentative: the caller commits.
     """
     name = ""
     early: list[str] | None = None  # arguments that came before the name
@@ -31,12 +36,12 @@ def named_object(
     separator = yield from scanner.accept("{")
     while separator in ("{", ","):
         key = yield from json_reading.text_string(scanner)
-        if key is None or (known is not None and key not in _CALL_KEYS):
+        if key is None or (known is not None and key not in (name_key, *_CALL_KEYS)):
             return False
         yield from scanner.space()
         if not (yield from scanner.accept(":")):
             return False
-        if key == "name":
+        if key == name_key:
             again, name = name, (yield from json_reading.text_string(scanner)) or ""
             if again or not name or (known is not None and name not in known):
                 return False
@@ -58,6 +63,33 @@ def named_object(
         out.arguments("{}")
     out.end(tentative=tentative)
     return True
+
+
+def objects(*closes: str, name_key: str = "name", in_list: bool = False) -> Reader:
+    """A reader of a list of objects with names in them, or of such objects one after the other, up to one of `closes`,
+    which a model may forget. in_list: the bracket of a list has been read."""
+
+    def read(scanner: Scanner, out: Output) -> Reading[bool]:
+        yield from scanner.space()
+        is_list = in_list or bool((yield from scanner.accept("[")))
+        more = True
+        while more:
+            yield from scanner.space()
+            if not (yield from named_object(scanner, out, name_key=name_key)):
+                return False
+            yield from scanner.space()
+            separator = yield from scanner.accept(",", "]") if is_list else scanner.accept(",", ";")
+            if is_list:
+                more = separator == ","
+            else:
+                yield from scanner.space()
+                more = (yield from scanner.peek()) == "{"
+        yield from scanner.space()
+        if closes:
+            yield from scanner.accept(*closes)
+        return True
+
+    return read
 
 
 def arguments(scanner: Scanner, sink: Sink, ends: tuple[str, ...] = ()) -> Reading[bool]:
@@ -140,13 +172,15 @@ def fence(close: str) -> Reader:
 _FENCE_LANGUAGES = ("json", "tool_calls", "tool_call")
 
 
-def whole_calls(scanner: Scanner, out: Output, closes: tuple[str, ...] = (), *, in_list: bool = False) -> Reading[bool]:
+def whole_calls(
+    scanner: Scanner, out: Output, closes: tuple[str, ...] = (), *, in_list: bool = False, name_key: str = "name"
+) -> Reading[bool]:
     """Read what `whole_call_until` says. in_list: the bracket of a list has been read."""
     is_list = in_list or bool((yield from scanner.accept("[")))
     separator = ","
     while separator == ",":
         yield from scanner.space()
-        if not (yield from named_object(scanner, out, known=out.context.tools, tentative=True)):
+        if not (yield from named_object(scanner, out, name_key=name_key, known=out.context.tools, tentative=True)):
             return False
         yield from scanner.space()
         separator = (yield from scanner.accept(",", "]")) if is_list else ""

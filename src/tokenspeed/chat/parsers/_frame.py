@@ -20,26 +20,31 @@ from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner
 class Dialect:
     """starts: what reads a call, by the mark that begins it. first: what reads a call that may begin the answer without
     a mark, by the character that it begins with. think: what opens and closes reasoning. ends_reasoning: marks of
-    `starts` that no reasoning contains. silent: marks that say nothing, such as those around the answer."""
+    `starts` that no reasoning contains. silent: marks that say nothing, such as those around the answer. headers: what
+    reads the rest of what stands before content, by the mark that begins it; "" is the beginning of the message."""
 
     starts: Mapping[str, Reader] = field(default_factory=dict)
     first: Mapping[str, Reader] = field(default_factory=dict)
     think: tuple[str, str] = ("<think>", "</think>")
     ends_reasoning: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
+    headers: Mapping[str, Reader] = field(default_factory=dict)
 
 
 def conversation(context: Context, dialect: Dialect) -> Machine:
     """The parser of a dialect whose messages are reasoning, then content with calls in it."""
-    starts: dict[str, Reader] = {}
+    starts = {mark: reader for mark, reader in dialect.headers.items() if mark}
     first: dict[str, Reader] = {}
     if context.tools:
-        starts = {FENCE: fence(FENCE), **dialect.starts}
+        starts.update({FENCE: fence(FENCE), **dialect.starts})
         first = {"{": whole_call, "[": whole_call, **dialect.first}
     marks = Marks([*starts, *dialect.silent])
+    header = dialect.headers.get("")
 
     def program(scanner: Scanner, out: Output) -> Reading[None]:
         mark = yield from _reasoning(scanner, out, dialect)
+        if header is not None and not mark:
+            yield from attempt(scanner, out, "", header)
         if not mark:
             mark = yield from _begin(scanner, out, marks, dialect.silent)
         if not mark:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from tokenspeed.chat.parsers._json import DEPTH_MAX, quoted
-from tokenspeed.chat.parsers._scanner import Reading, Scanner, Sink
+from tokenspeed.chat.parsers._scanner import Reading, Scanner, Sink, whole
 
 _PLAIN = re.compile(r"[^\\'\"]+")
 _NUMBER_RUN = re.compile(r"[-+.0-9eE]+")
@@ -41,6 +41,16 @@ def value(scanner: Scanner, sink: Sink) -> Reading[bool]:
             return False
         if not (yield from _close(scanner, closers, sink)):
             return not closers
+
+
+def from_python(text: str) -> str:
+    """The JSON text of a text that is one literal; empty if it is none."""
+    scanner = Scanner()
+    scanner.push(text)
+    scanner.end()
+    pieces: list[str] = []
+    is_whole = whole(value(scanner, pieces.append)) and not scanner.num_waiting
+    return "".join(pieces) if is_whole else ""
 
 
 def _close(scanner: Scanner, closers: list[str], sink: Sink) -> Reading[bool]:

@@ -24,6 +24,16 @@ def drop(text: str) -> None:
     """A sink for what is not needed."""
 
 
+def whole(reading: Reading[T]) -> T:
+    """The result of a reading of a text that has ended."""
+    try:
+        next(reading)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError("a reading waits for more of a text that has ended")
+
+
 class Marks:
     """Literals to look for at once. None begins with another, so that the one that is found is decided."""
 

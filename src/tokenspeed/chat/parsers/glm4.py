@@ -10,10 +10,10 @@ from tokenspeed.chat.parsers._calls import NAME
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
-from tokenspeed.chat.parsers._tagged import Tags, tagged_parameters
+from tokenspeed.chat.parsers._tagged import BY_SCHEMA, Tags, tagged_parameters
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-TAGS = Tags("<arg_key>", "</arg_key>", "</arg_value>", ("<arg_key>", CLOSE), value_open="<arg_value>")
+TAGS = Tags("<arg_key>", {"</arg_key>": BY_SCHEMA}, "</arg_value>", ("<arg_key>", CLOSE), value_open="<arg_value>")
 SIGNS = ((OPEN, "<arg_key>", "<arg_value>"),)
 FORMATS: tuple[CallFormat, ...] = ()
 

@@ -34,7 +34,7 @@ def check(grammar: Grammar, strict: bool) -> Sequence[str]:
     """See the contract."""
     try:
         if grammar.kind == "json_schema":  # alone, for messages that speak of nothing else
-            options = {**_ONE_LINE, "lenient": not strict}
+            options: JsonCompileOptions = {**_ONE_LINE, "lenient": not strict}
             definition = LLMatcher.grammar_from_json_schema(_parsed(grammar.source), overrides=options)
         elif grammar.kind == "regex":
             definition = LLMatcher.grammar_from_regex(grammar.source)
@@ -103,8 +103,12 @@ class _Words:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.end_ids[0] if vocabulary.end_ids else None
         self.bos_token_id = None
-        self.tokens = [token or _NO_BYTES + b"[%d]" % index for index, token in enumerate(vocabulary.tokens)]
-        self.special_token_ids: list[int] = []  # their text is text, so that it may trigger
+        ends = frozenset(vocabulary.end_ids)  # no text at all; that of other control tokens is, so that it may trigger
+        self.tokens = [
+            token if token and index not in ends else _NO_BYTES + b"[%d]" % index
+            for index, token in enumerate(vocabulary.tokens)
+        ]
+        self.special_token_ids = sorted(ends)
         self._engine = Tokenizer.from_str(vocabulary.tokenizer)
 
     def __call__(self, text: str | bytes) -> list[int]:

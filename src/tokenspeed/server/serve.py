@@ -21,7 +21,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from tokenspeed.core.config import EngineConfig, ServerConfig, launched_rank, trace_settings
-from tokenspeed.core.errors import ConfigError, PortInUseError, StartError
+from tokenspeed.core.errors import ConfigError, EngineDeadError, PortInUseError, StartError
 from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.observability.stacks import answer_stacks_signal
@@ -29,9 +29,9 @@ from tokenspeed.observability.tracing import Tracer, open_tracer
 from tokenspeed.server.app import create_app, served_name
 from tokenspeed.server.grpc_port import GrpcPort, gateways_served, with_events
 from tokenspeed.server.http import DRAIN_S, http_config, run
+from tokenspeed.server.responses_store import ResponsesStore, open_store
 from tokenspeed.server.served import Patience
 from tokenspeed.server.stalls import StallWatch
-from tokenspeed.server.responses_store import ResponsesStore, open_store
 from tokenspeed.server.supervisor import EngineEndedError, RestartPolicy, supervise
 
 ProgressFn = Callable[[str, int, int, str], None]
@@ -186,6 +186,7 @@ async def _serve_http(
     address = address_of(sock, serving.server.host)
     serving.announce(banner(llm.info, served_name(llm), address, grpc_port.url))
     http = asyncio.ensure_future(server.serve(sockets=[sock]))
+    ready = asyncio.ensure_future(_prepare(llm))
     lost = asyncio.ensure_future(_until_lost(llm, serving.restarts))
     asked = asyncio.ensure_future(stop.wait())
     await asyncio.wait({http, lost, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -193,12 +194,19 @@ async def _serve_http(
         _log.info("stopping; running requests have %d s to finish, press Ctrl-C again to drop them", DRAIN_S)
         stop.on_second(partial(_drop, server, grpc_port))
     server.should_exit = True
-    for task in (lost, asked):
+    for task in (lost, asked, ready):
         task.cancel()
     await asyncio.gather(http, grpc_port.drain(DRAIN_S))
     (end, _) = await asyncio.gather(lost, asked, return_exceptions=True)
     if isinstance(end, Exception):  # not a cancellation
         raise end
+
+
+async def _prepare(llm: AsyncLLM) -> None:
+    """What the first request with tools or a form would otherwise wait for."""
+    if llm.source.script is None:
+        with contextlib.suppress(EngineDeadError):
+            await llm.prepare_grammars()
 
 
 def _drop(server: _Server, grpc_port: GrpcPort) -> None:

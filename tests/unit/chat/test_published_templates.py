@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.models, pytest.mark.slow]
 
 Chat = Sequence[Mapping[str, object]]
 NAMES = {"bos_token": "<s>", "eos_token": "</s>", "date_string": "26 Jul 2026"}
-PLACE = "Zürich-Höngg"
+PLACE = "Uetliberg"
 REFUSALS = (jinja2.TemplateError, TypeError)
 TOOLS = [
     {
@@ -48,7 +48,11 @@ def user(text: str) -> dict[str, object]:
 
 def called(*numbers: int, text: str = "", **more: object) -> dict[str, object]:
     calls = [
-        {"id": f"call0000{n}", "type": "function", "function": {"name": "find_town", "arguments": {"z": PLACE, "a": n}}}
+        {
+            "id": f"call0000{n}",
+            "type": "function",
+            "function": {"name": "find_town", "arguments": {"z": f"{PLACE} bei Zürich <b>", "a": n}},
+        }
         for n in numbers
     ]
     return {"role": "assistant", "content": text, "tool_calls": calls, **more}
@@ -123,7 +127,7 @@ def _spelled(message: Mapping[str, object], none_content: bool, text_arguments: 
         for call in calls:
             if text_arguments:
                 function = call["function"]
-                function["arguments"] = f'{{"z": "{PLACE}", "a": {function["arguments"]["a"]}}}'
+                function["arguments"] = f'{{"z": "{PLACE} bei Zürich <b>", "a": {function["arguments"]["a"]}}}'
     return spelled
 
 
@@ -167,7 +171,7 @@ def test_parts_are_rendered_as_text_is() -> None:
         assert ours(name, as_parts, add_generation_prompt=True) == want, name
         taken = reference(name, as_parts, add_generation_prompt=True)
         num_taken += want is not None and taken == want
-    assert num_taken >= 25
+    assert num_taken >= 20
 
 
 def test_arguments_may_come_as_text() -> None:

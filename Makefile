@@ -9,10 +9,10 @@ JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full gpu test-clients check format sim mutants bench bench-control bench-server docs docs-control clean
+.PHONY: help setup demo serve test test-full gpu test-clients test-clients-all check format sim mutants bench bench-control bench-server docs docs-control clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: $(VENV)/.base ## make .venv, install and build
 
@@ -37,10 +37,16 @@ test: $(VENV)/.test ## the tests, real models included
 test-full: $(VENV)/.test ## the tests, slow ones and the 1.5B model included
 	@$(BIN)/python -m pytest -m "(slow or not slow) and not clients and not gpu" $(ARGS)
 
-build/clients/.installed: $(wildcard tests/clients/pins/*)
+build/clients/.installed: $(wildcard tests/clients/pins/*.txt)
 	@PYTHON="$(PYTHON)" .ci/setup clients
 
+build/clients/.benchmarks: $(wildcard tests/clients/pins/benchmarks/*)
+	@PYTHON="$(PYTHON)" .ci/setup benchmarks
+
 test-clients: $(VENV)/.test build/clients/.installed ## real agents and SDKs against the server, loopback only
+	@.ci/loopback $(BIN)/python -m pytest tests/clients -m clients --ignore tests/clients/test_benchmarks.py $(ARGS)
+
+test-clients-all: $(VENV)/.test build/clients/.installed build/clients/.benchmarks ## the same and others' benchmarks, 2 GB
 	@.ci/loopback $(BIN)/python -m pytest tests/clients -m clients $(ARGS)
 
 gpu: $(VENV)/.test ## the tests that need two CUDA devices

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from clients.conftest import MODEL, Place, StartPlace, program
-from clients.prompts import CHAT
 
 pytestmark = pytest.mark.clients
 

@@ -39,17 +39,46 @@ MODEL_FLAGS = (
     Flag(("--revision",), ModelConfig, "revision", "branch, tag or commit of a hub model"),
     Flag(("--load-format",), ModelConfig, "load_format", "how the model is stored"),
     Flag(("--dtype",), ModelConfig, "dtype", "what is computed in; auto chooses by device"),
-    Flag(("--max-model-len",), ModelConfig, "max_model_len", "context window in tokens (the model's own)", "TOKENS"),
+    Flag(
+        ("--max-model-len", "--context-length"),
+        ModelConfig,
+        "max_model_len",
+        "context window in tokens (the model's own)",
+        "TOKENS",
+    ),
     Flag(("--chat-template",), ModelConfig, "chat_template", "jinja file in place of the model's own", "FILE"),
     Flag(("--device",), DeviceConfig, "device", "where it runs"),
     Flag(("--threads",), DeviceConfig, "num_threads", "CPU threads (the physical cores allowed to us)", "N"),
-    Flag(("--block-size",), CacheConfig, "block_size", "tokens in a KV block", "TOKENS"),
-    Flag(("--kv-tokens",), CacheConfig, "kv_tokens", "KV pool in tokens (a share of free memory)", "TOKENS"),
-    Flag(("--memory-fraction",), CacheConfig, "memory_fraction", "that share", "F"),
+    Flag(("--block-size", "--page-size"), CacheConfig, "block_size", "tokens in a KV block", "TOKENS"),
+    Flag(
+        ("--kv-tokens", "--max-total-tokens"),
+        CacheConfig,
+        "kv_tokens",
+        "KV pool in tokens (a share of free memory)",
+        "TOKENS",
+    ),
+    Flag(
+        ("--memory-fraction", "--gpu-memory-utilization", "--mem-fraction-static"),
+        CacheConfig,
+        "memory_fraction",
+        "that share",
+        "F",
+    ),
     Flag(("--host-kv-tokens",), CacheConfig, "host_tokens", "host memory for evicted blocks; 0 is off", "TOKENS"),
     Flag(("--host-store",), CacheConfig, "host_store", "copy blocks there when full, or when memory runs short"),
-    Flag(("--prefix-caching",), CacheConfig, "prefix_caching", "reuse the K/V of a prompt's known beginning"),
-    Flag(("--max-num-seqs",), SchedulerConfig, "max_num_seqs", "requests that run at once", "N"),
+    Flag(
+        ("--prefix-caching", "--enable-prefix-caching"),
+        CacheConfig,
+        "prefix_caching",
+        "reuse the K/V of a prompt's known beginning",
+    ),
+    Flag(
+        ("--max-num-seqs", "--max-running-requests"),
+        SchedulerConfig,
+        "max_num_seqs",
+        "requests that run at once",
+        "N",
+    ),
     Flag(
         ("--max-num-batched-tokens",),
         SchedulerConfig,
@@ -57,12 +86,24 @@ MODEL_FLAGS = (
         "tokens of a step (by speed)",
         "N",
     ),
-    Flag(("--max-num-waiting",), SchedulerConfig, "max_num_waiting", "requests that may wait; more get 429", "N"),
+    Flag(
+        ("--max-num-waiting", "--max-queued-requests"),
+        SchedulerConfig,
+        "max_num_waiting",
+        "requests that may wait; more get 429",
+        "N",
+    ),
     Flag(("--overlap-depth",), SchedulerConfig, "overlap_depth", "steps planned ahead, 0 or 1", "N"),
     Flag(("--ageing-steps",), SchedulerConfig, "ageing_steps", "steps of waiting that lift a request", "N"),
-    Flag(("--tp",), ParallelConfig, "tp", "ranks that split the attention heads", "N"),
+    Flag(
+        ("--tp", "--tensor-parallel-size", "--tp-size"),
+        ParallelConfig,
+        "tp",
+        "ranks that split the attention heads",
+        "N",
+    ),
     Flag(("--dp-attention",), ParallelConfig, "dp_attention", "partitions of the requests, of --tp ranks each", "N"),
-    Flag(("--ep",), ParallelConfig, "ep", "ways the experts are spread over the ranks", "N"),
+    Flag(("--ep", "--ep-size"), ParallelConfig, "ep", "ways the experts are spread over the ranks", "N"),
     Flag(("--moe-tp",), ParallelConfig, "moe_tp", "ranks that split one expert (those that --ep leaves)", "N"),
     Flag(("--rank-timeout",), ParallelConfig, "rank_timeout_s", "a rank that takes longer for a step ends all", "S"),
 )
@@ -95,7 +136,7 @@ def add_model(parser: argparse.ArgumentParser, *, positional: bool = True) -> No
     text = f"alias (see `tokenspeed models`), folder, GGUF file or hub id (default: {DEFAULT_MODEL})"
     if positional:
         parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=text)
-    parser.add_argument("--model", help=text)
+    parser.add_argument("--model", "--model-path", help=text)
     parser.set_defaults(builds_model=True)
     add_flags(parser, MODEL_FLAGS)
     parser.add_argument(

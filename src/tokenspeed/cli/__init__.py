@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: serve, generate, chat, models, doctor. Flags become configuration; every user error is one line.
+"""The command line: serve, generate, chat, models, doctor, top, sessions. Flags become configuration; every user error
+is one line.
 
 Knows flags and terminals; all work is done by the rooms below.
 """
@@ -25,6 +26,7 @@ from tokenspeed.cli.flags import (
     engine_config,
     given,
 )
+from tokenspeed.cli.status import add_server, add_top, run_sessions, run_top
 from tokenspeed.cli.terminal import run_chat, run_generate
 from tokenspeed.core.config import LaunchedRank, ServerConfig, launched_rank
 from tokenspeed.core.errors import TokenSpeedError
@@ -88,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="system message")
     chat.add_argument("--prompt", metavar="TEXT", help="answer this one message and end")
 
+    add_top(_command(commands, "top", run_top, "show how a running server is doing, until Ctrl-C"))
+    add_server(_command(commands, "sessions", run_sessions, "list the sessions of a running server"))
     _command(commands, "models", run_models, "list the models known by a short name")
     doctor = _command(commands, "doctor", run_doctor, "say what this machine offers and which kernels it would use")
     doctor.add_argument("model", nargs="?", help="also say what this model is")

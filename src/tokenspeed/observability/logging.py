@@ -12,8 +12,6 @@ ROOT = "tokenspeed"
 _FORMAT = "%(asctime)s %(levelname)-7s %(room)s: %(message)s"
 _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 _HANDLER_NAME = "tokenspeed"
-_KEY_CHARS_MAX = 40
-_KEY_ENDS = 16
 
 
 class _Formatter(logging.Formatter):
@@ -84,10 +82,11 @@ class RequestSummary:
         return line if self.prefix is None else f"{line} {self.prefix}"
 
 
-def shown_key(key: str) -> str:
+def shown_key(key: str, chars_max: int = 40) -> str:
     """A client's name of something, fit for a line: printable, and its middle left out where it is long."""
     text = "".join(character if character.isprintable() and character != " " else "?" for character in key)
-    return text if len(text) <= _KEY_CHARS_MAX else f"{text[:_KEY_ENDS]}…{text[-_KEY_ENDS:]}"
+    ends = (chars_max - 1) // 2
+    return text if len(text) <= chars_max else f"{text[:ends]}…{text[-ends:]}"
 
 
 def _seconds(duration_s: float | None) -> str:

@@ -10,46 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from tokenspeed.llm.input_processor import ChatPrompt
 from tokenspeed.observability.logging import RequestSummary
 from tokenspeed.server.prefix_watch import Fingerprint, divergence
+from tokenspeed.server.session_list import SessionCard, SessionList
 
 NUM_SESSIONS_MAX = 1024
 NUM_HASHES_MAX = 1 << 20
 _NUM_BRANCHES_MAX = 4
 _WELL = frozenset({"stop", "length", "tool_calls"})
-
-
-class SessionCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A session as GET /sessions lists it. Times are Unix seconds. turns: requests that ended with a reply. Tokens are
-    sums over its requests, but for context_tokens: prompt and reply of the last. held_until: its pages wait until then
-    at the latest, and less long when memory runs short. output_tokens_per_s: of the last reply. prefix: how its prompt
-    last departed from an earlier one."""
-
-    session: str
-    requests: int
-    turns: int
-    running: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    context_tokens: int
-    first_seen: float
-    last_seen: float
-    held_until: float | None
-    output_tokens_per_s: float | None
-    finish_reason: str | None
-    prefix: str | None
-
-
-class SessionList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of GET /sessions, the session seen last first."""
-
-    object: str = "list"
-    now: float
-    data: list[SessionCard]
 
 
 @dataclass(slots=True)

@@ -52,4 +52,5 @@ def test_a_request_that_never_spoke() -> None:
 def test_a_clients_name_of_a_session_cannot_break_the_line() -> None:
     assert shown_key("plain-key_1") == "plain-key_1"
     assert shown_key("a\nINFO forged\x1b[2Jé") == "a?INFO?forged?[2Jé"
-    assert shown_key("0123456789abcdef" * 4) == "0123456789abcdef…0123456789abcdef"
+    assert shown_key("0123456789abcdef" * 4, 9) == "0123…cdef"
+    assert len(shown_key("x" * 500)) <= 40

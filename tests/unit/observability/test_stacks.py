@@ -11,16 +11,18 @@ import threading
 from tokenspeed.observability.stacks import STACKS_SIGNAL, own_stacks
 
 CHILD = """
-import threading, time
+import sys, threading, time
 from tokenspeed.observability.stacks import answer_stacks_signal
 answer_stacks_signal()
+begun = threading.Event()
 def inner_of_other_thread():
-    print("ready", flush=True)
+    begun.set()
     time.sleep(60)
-threading.Thread(target=inner_of_other_thread, daemon=True).start()
 def inner_of_main():
-    import sys
+    print("ready", flush=True)
     sys.stdin.read()
+threading.Thread(target=inner_of_other_thread, daemon=True).start()
+begun.wait()
 inner_of_main()
 """
 

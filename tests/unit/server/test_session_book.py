@@ -7,7 +7,8 @@ import msgspec
 
 from tokenspeed.llm.input_processor import ChatPrompt
 from tokenspeed.observability.logging import RequestSummary
-from tokenspeed.server.session_book import SessionBook, SessionCard
+from tokenspeed.server.session_book import SessionBook
+from tokenspeed.server.session_list import SessionCard
 
 
 class Clock:

@@ -42,9 +42,11 @@ def conversation(context: Context, dialect: Dialect) -> Machine:
     header = dialect.headers.get("")
 
     def program(scanner: Scanner, out: Output) -> Reading[None]:
-        mark = yield from _reasoning(scanner, out, dialect)
+        mark, spaces = yield from _reasoning(scanner, out, dialect)
         if header is not None and not mark:
-            yield from attempt(scanner, out, "", header)
+            yield from attempt(scanner, out, spaces, header)
+        else:
+            out.content(spaces)
         if not mark:
             mark = yield from _begin(scanner, out, marks, dialect.silent)
         if not mark:
@@ -71,8 +73,9 @@ def _begin(scanner: Scanner, out: Output, marks: Marks, silent: tuple[str, ...])
             return mark
 
 
-def _reasoning(scanner: Scanner, out: Output, dialect: Dialect) -> Reading[str]:
-    """Read reasoning if the message begins with it. Returns the mark of a call that ended it, or "".
+def _reasoning(scanner: Scanner, out: Output, dialect: Dialect) -> Reading[tuple[str, str]]:
+    """Read reasoning if the message begins with it. Returns the mark of a call that ended it, or "", and the white
+    space that was read and is no reasoning.
 
     Marks written twice count once, and so does a block that is closed and was never opened.
     """
@@ -82,8 +85,7 @@ def _reasoning(scanner: Scanner, out: Output, dialect: Dialect) -> Reading[str]:
     yield from scanner.space(spaces.append)
     mark = yield from scanner.accept(opener, closer)
     if not mark and not out.context.starts_in_reasoning:
-        out.content("".join(spaces))
-        return ""
+        return "", "".join(spaces)
     mark = mark or opener
     while mark in (opener, closer):
         if mark == opener:
@@ -92,4 +94,4 @@ def _reasoning(scanner: Scanner, out: Output, dialect: Dialect) -> Reading[str]:
             yield from scanner.space()
             mark = yield from scanner.accept(opener, closer)
     out.end_reasoning()
-    return mark
+    return mark, ""

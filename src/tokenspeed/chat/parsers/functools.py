@@ -20,4 +20,5 @@ FORMATS = (
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    return conversation(context, Dialect({WORD: objects(in_list=True), OPEN: objects(CLOSE)}))
+    read = objects(in_list=True)
+    return conversation(context, Dialect({WORD: read, f" {WORD}": read, OPEN: objects(CLOSE)}))

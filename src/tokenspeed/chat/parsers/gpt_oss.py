@@ -15,9 +15,7 @@ from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
-REASONING = ReasoningMarks(
-    f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant", answer=f"{CHANNEL}final{MESSAGE}"
-)
+REASONING = ReasoningMarks(f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant", answer=f"{CHANNEL}final{MESSAGE}")
 SIGNS = ((CHANNEL, MESSAGE),)
 _BEGINS = Marks((START, CHANNEL, *ENDS))
 _HEADER_ENDS = Marks((MESSAGE, START, *ENDS))

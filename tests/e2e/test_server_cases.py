@@ -95,19 +95,24 @@ def test_sl_1_bytes_of_the_entries_are_the_text(server: Any, stream: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
 def test_er_1_a_prompt_beyond_the_window(server: Any, path: str, stream: bool) -> None:
     text = "x" * 2000
-    prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
-    response = server.client.post(path, json={**prompt, "stream": stream})
+    messages = {"messages": [{"role": "user", "content": text}]}
+    fields = {"/v1/completions": {"prompt": text}, "/v1/responses": {"input": text}}.get(path, messages)
+    response = server.client.post(path, json={**fields, "stream": stream, "max_tokens": 16})
     assert response.status_code == 400
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
-    count = server.client.post("/tokenize", json=prompt).json()["count"]
-    assert count >= 2000
-    assert str(count) in error["message"]
-    assert "512" in error["message"]
+    count = server.client.post("/tokenize", json=fields if "prompt" in fields else messages).json()["count"]
+    assert count >= 2000 and error["type"] == "invalid_request_error"
+    if path == "/v1/messages":
+        assert response.json()["type"] == "error"
+        assert error["message"] == f"prompt is too long: {count} tokens > 511 maximum"
+    else:
+        assert error["code"] == "context_length_exceeded"
+        assert error["param"] == next(iter(fields))
+        assert str(count) in error["message"] and "512" in error["message"]
     assert_alive(server)
 
 
@@ -191,11 +196,13 @@ def test_lc_2_what_can_never_fit_is_refused_at_once(start_server: Any, tmp_path:
     folder = write_scripted_model(tmp_path / "model", REPLIES, context_length=8192)
     server = start_server(str(folder), "--load-format", "scripted", "--kv-tokens", "1024")
     began = time.monotonic()
-    response = server.chat("x" * 2000)
-    assert 400 <= response.status_code < 500
-    error = response.json()["error"]
-    assert error["code"] in ("kv_capacity_exceeded", "context_length_exceeded")
-    assert "1024" in error["message"]
+    for path, field in (("chat/completions", "messages"), ("messages", "messages"), ("responses", "input")):
+        prompt = "x" * 2000 if field == "input" else [{"role": "user", "content": "x" * 2000}]
+        response = server.client.post(f"/v1/{path}", json={field: prompt, "max_tokens": 64})
+        assert response.status_code == 400
+        assert "1024" in response.json()["error"]["message"] or "1023" in response.json()["error"]["message"]
+        code = response.json()["error"].get("code", "kv_capacity_exceeded")
+        assert code in ("kv_capacity_exceeded", "context_length_exceeded")
     for _ in range(3):
         assert read(server.chat("short"), stream=False)[:2] == (FOX[:64], "length")
     assert time.monotonic() - began < 5.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -23,6 +24,8 @@ from jinja2.utils import Namespace
 OUTPUT_CHARS_MAX = 64 * 1024 * 1024
 RENDER_S_MAX = 30.0
 _POWER_MAX = 1024
+_DICT_NAMES = frozenset(dir(dict))
+_NUM_JUDGED_MAX = 4096
 
 
 class TemplateLimitError(jinja2.TemplateError):
@@ -41,6 +44,29 @@ def sandbox() -> ImmutableSandboxedEnvironment:
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**"])
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._safe: dict[tuple[type, str], bool] = {}
+
+    def getattr(self, obj: object, attribute: str) -> object:
+        """Most look-ups of templates are fields of messages: found at once, and not first as an attribute."""
+        if type(obj) is dict and attribute not in _DICT_NAMES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
+        """Follows from the type and the name alone, so that each is judged once."""
+        key = (type(obj), attr)
+        is_safe = self._safe.get(key)
+        if is_safe is None:
+            is_safe = super().is_safe_attribute(obj, attr, value)
+            if len(self._safe) < _NUM_JUDGED_MAX:
+                self._safe[key] = is_safe
+        return is_safe
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         if operator == "**" and (not isinstance(right, int | float) or abs(right) > _POWER_MAX):

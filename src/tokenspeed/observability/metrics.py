@@ -33,6 +33,7 @@ _TOKEN_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0
 _TOKENS = tuple(float(10**power * digit) for power in range(6) for digit in (1, 2, 5))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 _KNOWN_REASONS = {"tool_calls": "stop"}
+_REASONS = ("stop", "length", "abort", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ class Metrics:
         self._success = Counter(
             "request_success", "Completions by how they ended", (*_LABELS, "finished_reason"), registry=None
         )
+        self._diverged.labels(*self._labels)  # 0 is a figure too
+        for reason in _REASONS:
+            self._success.labels(*self._labels, reason)
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_BothNames(self._request_metrics()))
         self.registry.register(_BothNames([_EngineGauges(self._labels, pool, read_stats, read_restarts)]))

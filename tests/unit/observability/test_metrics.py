@@ -141,3 +141,12 @@ def test_two_models_do_not_share_a_registry() -> None:
     first, second = (Metrics(name, PoolSize(1, 16), EngineStats) for name in ("a", "b"))
     first.observe_first_token(1.0)
     assert b'model_name="a"' not in second.render()
+
+
+def test_what_has_not_happened_yet_is_a_zero() -> None:
+    got = values(Metrics("m", PoolSize(1, 16), EngineStats))
+    labels = (("engine", "0"), ("model_name", "m"))
+    assert got["tokenspeed:prefix_diverged_total", labels] == 0
+    for reason in ("stop", "length", "abort", "error"):
+        ended = (("engine", "0"), ("finished_reason", reason), ("model_name", "m"))
+        assert got["vllm:request_success_total", ended] == 0

@@ -2,10 +2,10 @@
 """What the API process costs: streams, a long prompt and the stream to the engine, without a model.
 
 The HTTP server runs as it is served, in a process of its own, pinned to one core. This process, on another core, is
-both its engine (frames over a real socket) and its clients (raw sockets, of which bytes are counted). Costs are CPU time of
-the API process, so that they do not depend on what else the machine does. In a stream run the next step is sent only
-when each client has the event of the last one: events are never merged, and one that waited for a later step would end
-the run. The last line is one JSON object.
+both its engine (frames over a real socket) and its clients (raw sockets, of which bytes are counted). Costs are CPU
+time of the API process, so that they do not depend on what else the machine does. In a stream run the next step is
+sent only when each client has the event of the last one: events are never merged, and one that waited for a later step
+would end the run. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import server_stages
 import uvicorn
-from server_engine import StandIn
 
+import server_stages
+from server_engine import StandIn
 from tokenspeed.checkpoints import open_model
 from tokenspeed.core.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from tokenspeed.llm.async_llm import AsyncLLM
@@ -346,12 +346,12 @@ def main() -> None:
     if prompts:
         print(
             f"{options.prompt_tokens:,} tokens of prompt: {prompts['cold_prompt_ms']:.1f} ms cold, "
-            f"{prompts['warm_prompt_ms']:.1f} ms warm to the engine; {prompts['first_event_ms']:.2f} ms from its first token "
-            "to the client"
+            f"{prompts['warm_prompt_ms']:.1f} ms warm to the engine; {prompts['first_event_ms']:.2f} ms from its first "
+            "token to the client"
         )
     results |= server_stages.ipc(num_requests=128)
-    print(f"a step of 128 requests over IPC: {results['ipc_engine_us']:.1f} µs in the engine, {results['ipc_api_us']:.1f} "
-          "µs in the API process")  # fmt: skip
+    sides = f"{results['ipc_engine_us']:.1f} µs in the engine, {results['ipc_api_us']:.1f} µs in the API process"
+    print(f"a step of 128 requests over IPC: {sides}")
     stages = server_stages.stages(tokenizer, ids, DIALECT, TOOL, options.streams)
     total_us = single.cpu_s / single.num_events * 1e6
     for name, cost_us in (*stages.items(), ("the loop, tasks, HTTP framing", total_us - sum(stages.values()))):

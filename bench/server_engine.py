@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
 
 from tokenspeed.core.ipc import EngineInfo, EngineStats, Start, Submit, Updates, encode_frame
-from tokenspeed.core.request import FinishReason, SequenceUpdate
+from tokenspeed.core.request import FinishReason, SequenceUpdate, pack_ids
 from tokenspeed.engine.channel import Channel
 
 STATS = EngineStats(num_running=256, used_blocks=4096, total_blocks=65536, generated_tokens=1_000_000, num_steps=10_000)
@@ -32,6 +33,12 @@ def info() -> EngineInfo:
     )
 
 
+def tokens_message(handles: Sequence[int], token_ids: Sequence[int]) -> Updates:
+    """What a step of decoding says: equally many tokens for each sequence."""
+    counts = [len(token_ids) // len(handles)] * len(handles)
+    return Updates((), STATS, pack_ids(handles), pack_ids(counts), pack_ids(token_ids))
+
+
 class StandIn:
     """The engine's end of the stream."""
 
@@ -44,9 +51,10 @@ class StandIn:
 
     def take(self, num_requests: int) -> None:
         """Wait for so many requests."""
+        deadline = time.monotonic() + 60.0
         while len(self._submits) < num_requests:
-            messages = self._channel.receive(60.0)
-            assert messages, "no request came"
+            assert time.monotonic() < deadline, f"{len(self._submits)} of {num_requests} requests came"
+            messages = self._channel.receive(1.0)
             self._submits += [message for message in messages if isinstance(message, Submit)]
 
     def prompt_len(self) -> int:
@@ -59,12 +67,12 @@ class StandIn:
 
     def step_frame(self, ids: Sequence[int], step: int, num_tokens: int) -> bytes:
         """num_tokens tokens more for each request, which begins at its own place in `ids`."""
-        updates = []
-        for index, submit in enumerate(self._submits):
-            begin = index * 7 + step * num_tokens
-            new_ids = tuple(ids[(begin + place) % len(ids)] for place in range(num_tokens))
-            updates.append(SequenceUpdate(request_id=submit.request.request_id, token_ids=new_ids))
-        return encode_frame(Updates(tuple(updates), STATS))
+        token_ids = [
+            ids[(index * 7 + step * num_tokens + place) % len(ids)]
+            for index in range(len(self._submits))
+            for place in range(num_tokens)
+        ]
+        return encode_frame(tokens_message([submit.handle for submit in self._submits], token_ids))
 
     def end_frame(self) -> bytes:
         """All requests end."""

@@ -10,22 +10,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from server_engine import STATS
+import msgspec
 
-from tokenspeed.chat.parsers import Context, ContentDelta, resolve, tool_schemas
+from server_engine import tokens_message
+from tokenspeed.chat.parsers import ContentDelta, Context, resolve, tool_schemas
 from tokenspeed.core.ipc import FrameBuffer, Updates, decode_from_engine, encode_frame
 from tokenspeed.core.request import SamplingParams, SequenceUpdate
 from tokenspeed.engine.channel import Channel
 from tokenspeed.llm.detokenizer import IncrementalDetokenizer
+from tokenspeed.llm.engine_client import EngineClient
 from tokenspeed.llm.output_processor import SequenceText
 from tokenspeed.llm.stop import StopScanner
 from tokenspeed.llm.tokenizer import Tokenizer
-from tokenspeed.server.openai_chat import Chunk, ChunkChoice, Delta
+from tokenspeed.server.openai_chat import ChatBody, Chunk, ChunkChoice, Delta, _ChunkWriter
 from tokenspeed.server.sse import data_frame
+from tokenspeed.server.turn import News
 
 ROUNDS = 7
+_unused: Any = None
 
 
 def best_us(work: Callable[[], object], num_items: int) -> float:
@@ -43,36 +48,35 @@ def ipc(num_requests: int) -> dict[str, float]:
     num_steps = 200
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
-    names = [f"chatcmpl-{index:032x}.{index}" for index in range(num_requests)]
-    updates = tuple(SequenceUpdate(request_id=name, token_ids=(1000 + index,)) for index, name in enumerate(names))
+    handles, token_ids = range(1, num_requests + 1), range(1000, 1000 + num_requests)
+    message = tokens_message(handles, token_ids)
     drain = threading.Thread(target=_drain, args=(theirs,), daemon=True)
     drain.start()
     start = time.thread_time()
     for _ in range(num_steps):
-        channel.send(Updates(updates, STATS))
+        channel.send(message)
     engine_s = time.thread_time() - start
     channel.close()
     drain.join()
-    frame = encode_frame(Updates(updates, STATS))
+    frame = encode_frame(message)
     return {
         "ipc_engine_us": engine_s / num_steps * 1e6,
-        "ipc_api_us": _api_side_us(frame, names, num_steps),
+        "ipc_api_us": _api_side_us(frame, handles, num_steps),
         "ipc_frame_bytes": float(len(frame)),
     }
 
 
-def _api_side_us(frame: bytes, names: Sequence[str], num_steps: int) -> float:
+def _api_side_us(frame: bytes, handles: Sequence[int], num_steps: int) -> float:
     ours, theirs = socket.socketpair()
     frames = FrameBuffer()
-    sinks: dict[str, Any] = {name: _Sink() for name in names}
+    client = EngineClient(_unused, _unused, _unused)
+    client._by_handle = {handle: (f"chatcmpl-{handle:032x}.{handle}", _Sink()) for handle in handles}
 
     def step() -> None:
-        data = ours.recv(1 << 20)
-        for body in frames.feed(data):
+        for body in frames.feed(ours.recv(1 << 20)):
             message = decode_from_engine(body)
             assert isinstance(message, Updates)
-            for update in message.updates:
-                sinks[update.request_id].push(update)
+            client._dispatch(message)
 
     spent = 0.0
     for _ in range(num_steps):
@@ -86,8 +90,16 @@ def _api_side_us(frame: bytes, names: Sequence[str], num_steps: int) -> float:
 
 
 class _Sink:
+    """Where dispatch ends."""
+
     def push(self, update: SequenceUpdate) -> None:
-        """Dispatch ends here."""
+        raise NotImplementedError
+
+    def push_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
+        pass
+
+    def fail(self, error: Exception) -> None:
+        raise error
 
 
 def _drain(sock: socket.socket) -> None:
@@ -100,25 +112,20 @@ def stages(
     tokenizer: Tokenizer, ids: Sequence[int], dialect: str, tool: Mapping[str, object], num_streams: int
 ) -> dict[str, float]:
     """CPU time of each stage in µs an event of one token."""
-    names = [f"chatcmpl-{index:032x}.{index}" for index in range(num_streams)]
-    updates = tuple(SequenceUpdate(request_id=name, token_ids=(ids[i],)) for i, name in enumerate(names))
-    body = encode_frame(Updates(updates, STATS))[4:]
+    body = encode_frame(tokens_message(range(num_streams), ids[:num_streams]))[4:]
     texts = [tokenizer.token_text(token_id) for token_id in ids[:1000]]
     return {
         "decode a frame": best_us(lambda: [decode_from_engine(body) for _ in range(20)], 20 * num_streams),
         "detokenise": _detokenise_us(tokenizer, ids[:1000]),
         "count, collect, hand out": _collect_us(tokenizer, ids[:1000]) - _detokenise_us(tokenizer, ids[:1000]),
-        "stop strings (none asked for)": 0.0,
         "read reasoning and calls": _parse_us(texts, dialect, tool),
-        "make the chunk": best_us(lambda: [_chunk(text) for text in texts], len(texts)),
-        "encode JSON": _encode_us(texts),
+        "make the chunk, encode JSON": _chunk_us(texts),
         "write to the socket": _write_us(data_frame(_chunk(texts[0]))),
     }
 
 
-def stop_us(tokenizer: Tokenizer, ids: Sequence[int]) -> float:
-    """What two stop strings add to an event."""
-    texts = [tokenizer.token_text(token_id) for token_id in ids[:1000]]
+def _stop_us(texts: Sequence[str]) -> float:
+    """What two stop strings add; without any there is no such stage."""
     scanner = StopScanner(("\nUser:", "<|end|>"))
     return best_us(lambda: [scanner.feed(text) for text in texts], len(texts))
 
@@ -130,8 +137,7 @@ def _detokenise_us(tokenizer: Tokenizer, ids: Sequence[int]) -> float:
 
 def _collect_us(tokenizer: Tokenizer, ids: Sequence[int]) -> float:
     sequence = SequenceText(0, tokenizer, SamplingParams(skip_special_tokens=False), frozenset())
-    updates = [SequenceUpdate(request_id="r", token_ids=(token_id,)) for token_id in ids]
-    return best_us(lambda: [(sequence.push(update), sequence.take()) for update in updates], len(ids))
+    return best_us(lambda: [(sequence.push_tokens([token_id]), sequence.take()) for token_id in ids], len(ids))
 
 
 def _parse_us(texts: Sequence[str], dialect: str, tool: Mapping[str, object]) -> float:
@@ -150,9 +156,13 @@ def _chunk(text: str) -> Chunk:
     )
 
 
-def _encode_us(texts: Sequence[str]) -> float:
-    chunks = [_chunk(text) for text in texts]
-    return best_us(lambda: [data_frame(chunk) for chunk in chunks], len(chunks))
+def _chunk_us(texts: Sequence[str]) -> float:
+    body = msgspec.convert({"messages": [], "stream": True}, ChatBody)
+    served: Any = SimpleNamespace(model_name="smollm2-135m")
+    job: Any = SimpleNamespace(request_id="chatcmpl-0123456789abcdef0123456789abcdef")
+    writer = _ChunkWriter(served, job, body)
+    news = [News(0, [ContentDelta(text)], (), None, _unused) for text in texts]
+    return best_us(lambda: [writer.frames(each) for each in news], len(news))
 
 
 def _write_us(frame: bytes) -> float:

@@ -33,9 +33,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Queue a request."""
+    """Queue a request. handle: its short name in Updates, which no other live request has."""
 
     request: EngineRequest
+    handle: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +133,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     details: str = ""
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The engine's counters at one moment, see core.plan.ControlStats. step_tokens: how many steps computed so many
     tokens, by STEP_TOKEN_BOUNDS and above; empty before the first step. num_step_tokens: of all steps."""
 
@@ -157,10 +158,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Updates(msgspec.Struct, frozen=True, tag=True):
-    """What a step changed, and the counters after it. An empty one with no running request is the heartbeat."""
+    """What a step changed, and the counters after it. An empty one with no running request is the heartbeat.
+
+    handles, counts, token_ids: packed int32, see core.request.pack_ids; the i-th sequence got counts[i] more tokens of
+    token_ids, and there is no other news of it. They come before `updates`, which holds all other sequences.
+    """
 
     updates: tuple[SequenceUpdate, ...]
     stats: EngineStats
+    handles: bytes = b""
+    counts: bytes = b""
+    token_ids: bytes = b""
 
 
 class CacheChanges(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -305,6 +313,9 @@ class FrameBuffer:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Add data and yield each body that is now complete."""
+        if not self._bytes and len(data) >= _HEADER.size and _HEADER.unpack_from(data)[0] == len(data) - _HEADER.size:
+            yield data[_HEADER.size :]  # most often a message comes whole and alone
+            return
         self._bytes += data
         while len(self._bytes) >= _HEADER.size:
             (body_len,) = _HEADER.unpack_from(self._bytes)

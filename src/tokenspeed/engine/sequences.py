@@ -40,10 +40,11 @@ class PromptLogprobs(Protocol):
 class Record:
     """One live request. `ending` is set once the API process asked for its end."""
 
-    def __init__(self, request: EngineRequest, key: RequestKey) -> None:
+    def __init__(self, request: EngineRequest, key: RequestKey, handle: int = 0) -> None:
         assert request.sampling.max_tokens is not None, f"{request.request_id}: max_tokens is unset"
         self.request = request
         self.key = key
+        self.handle = handle
         self.prompt: Int32Array = np.frombuffer(request.token_ids, np.int32)
         self.max_tokens = request.sampling.max_tokens
         self.ending = False
@@ -52,6 +53,8 @@ class Record:
         self._has_told_queue = False
         self._generated = array("i")
         self._logprobs: list[TokenLogprobs] = []
+        self._is_plain = False  # after the first tokens, which come with more, if log-probabilities are not asked for
+        self._told_cached_len = 0
         self._prompt_logprobs = self._unknown_prompt_logprobs()
 
     def seating(self, seat: int) -> Seating:
@@ -79,9 +82,17 @@ class Record:
             assert first + len(entries) <= len(self.prompt), f"{first} + {len(entries)} of {len(self.prompt)} positions"
             self._prompt_logprobs[first : first + len(entries)] = entries
 
-    def update(self, token_ids: list[int], finish: int, cached_len: int) -> SequenceUpdate:
-        """The update that the API process gets for one event row."""
+    def add(self, token_ids: list[int], finish: int, cached_len: int) -> bool:
+        """Take an event row. False when it is more than further tokens, and `update` is to be called."""
         self._generated.extend(token_ids)
+        if not self._is_plain or finish != FinishCode.NONE or cached_len != self._told_cached_len:
+            return False
+        return bool(token_ids)
+
+    def update(self, token_ids: list[int], finish: int, cached_len: int) -> SequenceUpdate:
+        """The update that the API process gets for one event row that was taken."""
+        self._told_cached_len = cached_len
+        self._is_plain = self._is_plain or (bool(token_ids) and self.request.sampling.logprobs is None)
         logprobs, self._logprobs = self._logprobs[: len(token_ids)], []
         code = FinishCode(finish)
         ended_by_token = code is FinishCode.STOP and bool(token_ids)
@@ -143,7 +154,7 @@ class RecordBook:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, request: EngineRequest) -> Record:
+    def add(self, request: EngineRequest, handle: int = 0) -> Record:
         """A record under a fresh key."""
         assert request.request_id not in self._by_id, f"request id {request.request_id!r} is live already"
         if not self._free_indices:
@@ -151,7 +162,7 @@ class RecordBook:
             self._generations.append(0)
         index = self._free_indices.pop()
         self._generations[index] += 1
-        record = Record(request, RequestKey(index, self._generations[index]))
+        record = Record(request, RequestKey(index, self._generations[index]), handle)
         self._by_id[request.request_id] = record
         self._by_key[record.key] = record
         return record

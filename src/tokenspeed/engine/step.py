@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ from tokenspeed.core.ipc import (
 )
 from tokenspeed.core.plan import (
     ControlStats,
-    EventField,
     Int32Array,
     KvEvents,
     RequestKey,
@@ -207,21 +207,23 @@ class EngineLoop:
         collects = bool(self._in_flight) and (plan is None or len(self._in_flight) > self._overlap_depth)
         if collects:
             self._collect(self._in_flight.popleft())
-        updates += self._take_updates()
+        tokens = _Tokens()
+        updates += self._take_updates(tokens)
         # A result may have freed what the next plan waits for, so after one there is always another turn.
         stalled = plan is None and not collects
         blocked = stalled and not self._leases
         self._pause_s = _TRANSFER_POLL_S if stalled and self._leases else 0.0
-        if updates or blocked or collects:
-            self._messages.send(Updates(tuple(updates), _engine_stats(self._control.stats(), self._sizes)))
+        if updates or tokens.handles or blocked or collects:
+            stats = _engine_stats(self._control.stats(), self._sizes)
+            self._messages.send(Updates(tuple(updates), stats, *tokens.packed()))
         if self._cache_watch is not None:
             self._tell_cache(self._cache_watch.changes(self._control.take_kv_events()))
         return blocked
 
     def _receive(self, message: ToEngine) -> None:
         match message:
-            case Submit(request):
-                self._submit(request)
+            case Submit(request, handle):
+                self._submit(request, handle)
             case Vocabulary():
                 self._runner.know(message)
             case Cancel(request_id):
@@ -244,8 +246,8 @@ class EngineLoop:
         if changes is not None:
             self._messages.send(changes)
 
-    def _submit(self, request: EngineRequest) -> None:
-        record = self._book.add(request)
+    def _submit(self, request: EngineRequest, handle: int) -> None:
+        record = self._book.add(request, handle)
         self._control.submit(
             record.key,
             record.prompt,
@@ -336,20 +338,42 @@ class EngineLoop:
             self._leases.discard(lease)
             self._control.transfer_done(lease, ok)
 
-    def _take_updates(self) -> list[SequenceUpdate]:
+    def _take_updates(self, tokens: _Tokens) -> list[SequenceUpdate]:
+        """The updates of sequences of which there is more news than tokens; those of the others go to `tokens`."""
         events = self._control.take_events()
         token_ids = events.token_ids.tolist()
         updates, start = [], 0
-        for row in events.rows.tolist():
-            end = start + row[EventField.NUM_TOKENS]
-            record = self._book.get(RequestKey(row[EventField.REQUEST_INDEX], row[EventField.GENERATION]))
-            update = record.update(token_ids[start:end], row[EventField.FINISH], row[EventField.CACHED_LEN])
+        for index, generation, num_tokens, finish, cached_len in events.rows.tolist():
+            end = start + num_tokens
+            record = self._book.get(RequestKey(index, generation))
+            new_ids = token_ids[start:end]
+            start = end
+            if record.add(new_ids, finish, cached_len):
+                tokens.add(record.handle, new_ids)
+                continue
+            update = record.update(new_ids, finish, cached_len)
             if update.finish_reason is not None:
                 self._book.retire(record.key, update.finish_reason)
             updates.append(update)
-            start = end
         assert start == len(token_ids), f"events speak of {start} tokens and carry {len(token_ids)}"
         return updates
+
+
+class _Tokens:
+    """Tokens of sequences of which there is no other news; see core.ipc.Updates."""
+
+    def __init__(self) -> None:
+        self.handles = array("i")
+        self._counts = array("i")
+        self._token_ids = array("i")
+
+    def add(self, handle: int, token_ids: list[int]) -> None:
+        self.handles.append(handle)
+        self._counts.append(len(token_ids))
+        self._token_ids.extend(token_ids)
+
+    def packed(self) -> tuple[bytes, bytes, bytes]:
+        return self.handles.tobytes(), self._counts.tobytes(), self._token_ids.tobytes()
 
 
 class _FailedLaunch:

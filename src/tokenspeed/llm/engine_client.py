@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tokenspeed.core.config import EngineConfig
@@ -37,12 +37,13 @@ from tokenspeed.core.ipc import (
     decode_from_engine,
     encode_frame,
 )
-from tokenspeed.core.request import EngineRequest, SequenceUpdate
+from tokenspeed.core.request import EngineRequest, SequenceUpdate, unpack_ids
 from tokenspeed.engine.process import Engine
 
 ProgressFn = Callable[[str, int, int, str], None]
 
 _READ_BYTES = 1 << 20
+_HANDLE_MAX = (1 << 31) - 1
 _END_WAIT_S = 2.0
 _SILENCE_MARGIN_S = 10.0
 _SILENCE_CHECK_S = 1.0
@@ -57,6 +58,10 @@ class Sink(Protocol):
 
     def push(self, update: SequenceUpdate) -> None:
         """Take one update."""
+        ...
+
+    def push_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Take tokens of one sequence of which there is no other news."""
         ...
 
     def fail(self, error: TokenSpeedError) -> None:
@@ -74,7 +79,9 @@ class EngineClient:
         self._writer = writer
         self._frames = FrameBuffer()
         self._knows_vocabulary = False
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, tuple[int, Sink]] = {}  # with the handle
+        self._by_handle: dict[int, tuple[str, Sink]] = {}
+        self._num_submitted = 0
         self._info: EngineInfo | None = None
         self._death: EngineDeadError | None = None
         self._died = asyncio.Event()
@@ -145,8 +152,11 @@ class EngineClient:
         """Send one sequence; its updates go to `sink`. Raises EngineDeadError."""
         self._require_alive()
         assert request.request_id not in self._sinks, f"request id {request.request_id!r} is live already"
-        self._sinks[request.request_id] = sink
-        self._send(Submit(request))
+        self._num_submitted += 1
+        handle = self._num_submitted & _HANDLE_MAX
+        self._sinks[request.request_id] = handle, sink
+        self._by_handle[handle] = request.request_id, sink
+        self._send(Submit(request, handle))
 
     @property
     def knows_vocabulary(self) -> bool:
@@ -161,12 +171,12 @@ class EngineClient:
 
     def cancel(self, request_id: str) -> None:
         """Drop the sequence; no further update of it is delivered. Ids that are not live are ignored."""
-        if self._sinks.pop(request_id, None) is not None and self.is_alive:
+        if self._forget(request_id) and self.is_alive:
             self._send(Cancel(request_id))
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
         """End the sequence at its first keep_tokens generated tokens; no further update of it is delivered."""
-        if self._sinks.pop(request_id, None) is not None and self.is_alive:
+        if self._forget(request_id) and self.is_alive:
             self._send(Finish(request_id, keep_tokens))
 
     def watch_cache(self, on_changes: Callable[[CacheChanges], None] | None) -> None:
@@ -274,26 +284,46 @@ class EngineClient:
     def _dispatch(self, message: Updates) -> None:
         self._progress_at = time.monotonic()
         self.stats = message.stats
+        if message.handles:
+            self._dispatch_tokens(message)
         for update in message.updates:
-            sink = self._sinks.get(update.request_id)
-            if sink is None:
+            known = self._sinks.get(update.request_id)
+            if known is None:
                 continue  # cancelled or finished by us while the update was on its way
             if update.finish_reason is not None:
-                del self._sinks[update.request_id]
-            self._deliver(sink, update)
+                self._forget(update.request_id)
+            try:
+                known[1].push(update)
+            except Exception:  # noqa: BLE001 contained, see _broke
+                self._broke(update.request_id, known[1])
+
+    def _dispatch_tokens(self, message: Updates) -> None:
+        token_ids, start = unpack_ids(message.token_ids), 0
+        for handle, count in zip(unpack_ids(message.handles), unpack_ids(message.counts), strict=True):
+            known = self._by_handle.get(handle)
+            if known is not None:
+                try:
+                    known[1].push_tokens(known[0], token_ids[start : start + count])
+                except Exception:  # noqa: BLE001 contained, see _broke
+                    self._broke(*known)
+            start += count
 
     def _tell_cache(self, changes: CacheChanges) -> None:
         if self._on_cache is not None:  # else the watch ended while the message was on its way
             self._on_cache(changes)
 
-    def _deliver(self, sink: Sink, update: SequenceUpdate) -> None:
+    def _broke(self, request_id: str, sink: Sink) -> None:
         """A fault in one stream's text must not end the others: it ends that stream, and is logged as the bug it is."""
-        try:
-            sink.push(update)
-        except Exception:  # noqa: BLE001 contained, see above
-            _log.exception("request %s: its output could not be processed", update.request_id)
-            self.cancel(update.request_id)
-            sink.fail(TokenSpeedError("internal error while processing the output of this request"))
+        _log.exception("request %s: its output could not be processed", request_id)
+        self.cancel(request_id)
+        sink.fail(TokenSpeedError("internal error while processing the output of this request"))
+
+    def _forget(self, request_id: str) -> bool:
+        """No further update of the sequence is delivered. False when it was not live."""
+        known = self._sinks.pop(request_id, None)
+        if known is not None:
+            del self._by_handle[known[0]]
+        return known is not None
 
     def _lost(self, what: str) -> EngineDeadError:
         """The end that nobody asked for. A new engine would need about as long as this one did."""
@@ -306,8 +336,9 @@ class EngineClient:
         self._death = error
         self._died.set()
         self.stats = EngineStats(total_blocks=self.stats.total_blocks, host_total_blocks=self.stats.host_total_blocks)
-        sinks, self._sinks = self._sinks, {}
-        for sink in set(sinks.values()):
+        sinks = {sink for _, sink in self._sinks.values()}
+        self._sinks, self._by_handle = {}, {}
+        for sink in sinks:
             sink.fail(error)
 
 

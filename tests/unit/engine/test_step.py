@@ -39,8 +39,23 @@ def request(request_id: str, prompt: str = "hi", *, max_tokens: int = 4, **field
     return Submit(
         EngineRequest(
             request_id=request_id, token_ids=pack_ids([*prompt.encode()]), sampling=sampling, end_token_ids=(EOS,)
-        )
+        ),
+        handle_of(request_id),
     )
+
+
+def handle_of(request_id: str) -> int:
+    return int.from_bytes(request_id.encode()[-3:])
+
+
+def updates_of(message: Updates) -> list[tuple[int, SequenceUpdate]]:
+    """All news of a message, with the handles of the sequences."""
+    token_ids, updates = unpack_ids(message.token_ids), []
+    for handle, count in zip(unpack_ids(message.handles), unpack_ids(message.counts), strict=True):
+        updates.append((handle, SequenceUpdate(request_id="", token_ids=tuple(token_ids[:count]))))
+        del token_ids[:count]
+    assert not token_ids
+    return updates + [(handle_of(update.request_id), update) for update in message.updates]
 
 
 class Harness:
@@ -77,7 +92,8 @@ class Harness:
 
     def of(self, request_id: str) -> list[SequenceUpdate]:
         sent = [message for message in self.messages.sent if isinstance(message, Updates)]
-        return [update for message in sent for update in message.updates if update.request_id == request_id]
+        found = [each for message in sent for each in updates_of(message)]
+        return [update for handle, update in found if handle == handle_of(request_id)]
 
     def ids(self, request_id: str) -> list[int]:
         return [token_id for update in self.of(request_id) for token_id in update.token_ids]
@@ -177,7 +193,7 @@ def test_a_seating_carries_what_execution_needs() -> None:
         end_token_ids=(EOS,),
         forced_token_ids=pack_ids([*b"xyz"]),
     )
-    harness = Harness([Submit(forced)]).settle()
+    harness = Harness([Submit(forced, handle_of("a"))]).settle()
     (seating,) = harness.runner.seatings
     assert (seating.token_ids.tolist(), seating.prompt_len) == (unpack_ids(forced.token_ids), 2)
     assert harness.ids("a")[:3] == [*b"xyz"]
@@ -193,8 +209,8 @@ def test_idle_waits_and_reports() -> None:
 
 def test_one_message_a_step() -> None:
     harness = Harness([request("a"), request("b"), request("c")]).settle()
-    with_news = [message for message in harness.messages.sent if isinstance(message, Updates) and message.updates]
-    assert [len(message.updates) for message in with_news] == [3, 3, 3, 3]
+    sent = [updates_of(message) for message in harness.messages.sent if isinstance(message, Updates)]
+    assert [len(updates) for updates in sent if updates] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -346,3 +362,26 @@ def test_each_step_is_counted_by_its_tokens() -> None:
         64: 1,
     }
     assert sum(stats.step_tokens) == harness.control.num_steps
+
+
+def test_further_tokens_go_by_handle_and_all_else_by_name() -> None:
+    harness = Harness([request("a", max_tokens=3), request("b", max_tokens=3, logprobs=1)]).settle()
+    sent = [message for message in harness.messages.sent if isinstance(message, Updates)]
+    by_handle = [message for message in sent if message.handles]
+    assert [unpack_ids(message.handles) for message in by_handle] == [[handle_of("a")]]
+    assert unpack_ids(by_handle[0].token_ids) == [ord("b")]
+    named = [(update.request_id, update.token_ids) for message in sent for update in message.updates]
+    assert [ids for name, ids in named if name == "a"] == [(ord("a"),), (ord("c"),)], "the first, and the end"
+    assert len([ids for name, ids in named if name == "b"]) == 3, "log-probabilities are more than tokens"
+
+
+def test_a_cached_length_that_changes_is_told() -> None:
+    record = RecordBook().add(request("a", max_tokens=9).request, 7)
+    assert not record.add([1], 0, 16)
+    assert record.update([1], 0, 16).cached_len == 16
+    assert record.add([2], 0, 16)
+    assert not record.add([3], 0, 32)
+    assert record.update([3], 0, 32).cached_len == 32
+    assert record.add([4, 5], 0, 32)
+    assert not record.add([], 0, 32)
+    assert record.seating(0).token_ids.tolist()[-5:] == [1, 2, 3, 4, 5]

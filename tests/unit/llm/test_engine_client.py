@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -35,6 +35,9 @@ class Sink:
         assert not self.breaks
         self.updates.append(update)
         self.news.set()
+
+    def push_tokens(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self.push(SequenceUpdate(request_id=request_id, token_ids=tuple(token_ids)))
 
     def fail(self, error: TokenSpeedError) -> None:
         self.error = error

@@ -135,8 +135,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP face. Binds loopback unless told otherwise. tool_call_parser: what reads reasoning and calls in replies;
-    auto asks the chat template. tool_grammar: whether calls that the model is free to make are held to their schemas. grpc_port: where gateways that speak gRPC are served too; None serves none. store: a
-    file in which stored responses outlive the server; None keeps them in memory."""
+    auto asks the chat template. tool_grammar: whether calls that the model is free to make are held to their schemas.
+    grpc_port: where gateways that speak gRPC are served too; None serves none. store: a file in which stored responses
+    outlive the server; None keeps them in memory."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -117,6 +117,7 @@ def _led(served: Served, grammar: Grammar, opening: str) -> Grammar:
 
 
 def _budget(served: Served, num_tokens: int, opening: str) -> ThinkingBudget:
+    """Counted from where the reasoning opens."""
     marks, tokenizer = reasoning_marks(served.dialect), served.llm.tokenizer
     open_ids = tokenizer.encode(marks.open, add_special_tokens=False)
     close_ids = tokenizer.encode(marks.close + marks.answer, add_special_tokens=False)

@@ -22,7 +22,13 @@ from tokenspeed.server.fields import Nothing, Refused, at_least_one, one_of, wit
 from tokenspeed.server.formats import Form, form_of, format_form
 from tokenspeed.server.generation import Job, Tally, Usage
 from tokenspeed.server.openai_logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
-from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params, under_its_name
+from tokenspeed.server.sampling import (
+    SamplingFields,
+    request_priority,
+    sampling_params,
+    thinking_budget,
+    under_its_name,
+)
 from tokenspeed.server.served import Served, ServedLLM
 from tokenspeed.server.sse import DONE, data_frame, data_text
 from tokenspeed.server.tool_choice import read_tool_choice
@@ -199,7 +205,7 @@ def read_conversation(body: ChatBody, llm: ServedLLM) -> Conversation:
         choice=read_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         form=_form(body),
-        thinking_budget=body.thinking_token_budget,
+        thinking_budget=thinking_budget(body.thinking_token_budget, "thinking_token_budget"),
     )
 
 

@@ -157,11 +157,8 @@ def test_tools_and_history_are_rendered(start: Any) -> None:
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"guided_json": {}}, "guided_json"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"best_of": 2}, "best_of"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),

@@ -335,7 +335,7 @@ def test_one_call_at_a_time_and_no_call_where_that_is_asked(talking: Any) -> Non
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"temperature": -1}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
         ({"background": True}, "background"),

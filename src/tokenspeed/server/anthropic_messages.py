@@ -19,6 +19,7 @@ from tokenspeed.server.chat import Conversation, Message, ToolCall
 from tokenspeed.server.errors import HttpError
 from tokenspeed.server.fields import Refused, above, at_least_one, one_of, within
 from tokenspeed.server.formats import Form, format_form
+from tokenspeed.server.sampling import thinking_budget
 from tokenspeed.server.served import ServedLLM
 from tokenspeed.server.tool_choice import ToolChoice, read_tool_choice
 
@@ -164,7 +165,9 @@ def _form(body: CountBody) -> Form | None:
 
 
 def _thinking_budget(thinking: Thinking | None) -> int | None:
-    return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
+    if thinking is None or thinking.type != "enabled":
+        return None
+    return thinking_budget(thinking.budget_tokens, "thinking.budget_tokens")
 
 
 def _params(body: CountBody, llm: ServedLLM) -> SamplingParams:

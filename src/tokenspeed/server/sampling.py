@@ -59,6 +59,17 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "xtc_probability": (0.0,),
     "dry_multiplier": (0.0,),
     "mirostat": (0, 0.0),
+    "stop_regex": ("", []),
+    "no_stop_trim": (False,),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "chat_template": (),
+    "lora_path": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_hidden_states": (False,),
 }
 
 
@@ -110,6 +121,17 @@ class SamplingFields(FormatFields, kw_only=True):
     xtc_probability: Refused = None
     dry_multiplier: Refused = None
     mirostat: Refused = None
+    stop_regex: Refused = None
+    no_stop_trim: Refused = None
+    logits_processors: Refused = None
+    custom_logit_processor: Refused = None
+    chat_template: Refused = None
+    lora_path: Refused = None
+    kv_transfer_params: Refused = None
+    vllm_xargs: Refused = None
+    return_token_ids: Refused = None
+    return_tokens_as_token_ids: Refused = None
+    return_hidden_states: Refused = None
 
 
 def sampling_params(
@@ -145,6 +167,13 @@ def under_its_name(error: InvalidRequestError, names: Mapping[str, str]) -> Inva
     if ours not in names:
         return error
     return InvalidRequestError(str(error).replace(ours, names[ours], 1), names[ours])
+
+
+def thinking_budget(num_tokens: int | None, param: str) -> int | None:
+    """The number of tokens, or InvalidRequestError."""
+    if num_tokens is not None and not 0 <= num_tokens <= INT32_MAX:
+        raise InvalidRequestError(f"{param} is {num_tokens}; it must be from 0 to {INT32_MAX}", param)
+    return num_tokens
 
 
 def request_priority(body: SamplingFields) -> int:

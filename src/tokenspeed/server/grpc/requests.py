@@ -13,7 +13,8 @@ from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm.input_processor import TokensPrompt
 from tokenspeed.llm.sampling import default_sampling
 from tokenspeed.server.generation import Job, new_id
-from tokenspeed.server.served import ServedLLM
+from tokenspeed.server.grpc.constraints import grammar_of
+from tokenspeed.server.served import Served, ServedLLM
 
 # (field of the message, field of SamplingParams) where a value may be left out
 _OPTIONAL = (
@@ -26,17 +27,18 @@ _OPTIONAL = (
     ("repetition_penalty", "repetition_penalty"),
     ("max_new_tokens", "max_tokens"),
 )
-_CONSTRAINTS = ("regex", "json_schema", "ebnf_grammar", "structural_tag")
 _INT64_MAX = 2**63 - 1
 
 
-def read_job(request: Any, llm: ServedLLM) -> Job:
+def read_job(request: Any, served: Served) -> Job:
     """What is asked. Raises InvalidRequestError; ranges are checked where the engine takes it."""
+    llm = served.llm
     _refuse_unserved(request, llm)
     token_ids = list(request.tokenized.input_ids)
     if not token_ids:
         raise InvalidRequestError("tokenized.input_ids is empty; send at least one token", "tokenized.input_ids")
-    params = SamplingParams(**{**default_sampling(llm.source), **_sampling(request)})  # type: ignore[arg-type]
+    given = _sampling(request) | {"grammar": grammar_of(request.sampling_params, token_ids, served)}
+    params = SamplingParams(**{**default_sampling(llm.source), **given})  # type: ignore[arg-type]
     return Job(request.request_id or new_id("grpc"), [TokensPrompt(token_ids)], params)
 
 
@@ -62,9 +64,6 @@ def _sampling(request: Any) -> dict[str, object]:
 def _refuse_unserved(request: Any, llm: ServedLLM) -> None:
     """What asks for something that this server does not do."""
     sent = request.sampling_params
-    constraint = next((name for name in _CONSTRAINTS if sent.HasField(name)), None)
-    if constraint is not None:
-        raise InvalidRequestError(f"sampling_params.{constraint} is not supported; leave it out", constraint)
     if len(sent.custom_params) > 0:
         raise InvalidRequestError("sampling_params.custom_params is not supported; leave it out", "custom_params")
     if len(request.mm_inputs.items) > 0:

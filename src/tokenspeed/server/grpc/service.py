@@ -63,7 +63,7 @@ class SchedulerService:
     async def Generate(self, request: Any, context: Context) -> None:
         """Streams the answer: chunks where they are asked for, then a last message for each completion."""
         async with self._answered(context):
-            job = read_job(request, self._served.llm)
+            job = read_job(request, self._served)
             aborted = asyncio.Event()
             self._running.setdefault(job.request_id, []).append(aborted)
             try:

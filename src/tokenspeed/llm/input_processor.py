@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from tokenspeed.chat.control_text import mark_data
+from tokenspeed.chat.control_text import ControlTexts, mark_data
 from tokenspeed.chat.template import ChatTemplate
 from tokenspeed.checkpoints import ModelSource
 from tokenspeed.core.config import EngineConfig
@@ -84,7 +84,7 @@ class TextCodec(Protocol):
     @property
     def eos_id(self) -> int | None: ...
     @property
-    def control_texts(self) -> Sequence[str]: ...
+    def controls(self) -> ControlTexts: ...
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]: ...
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> Encoded: ...
     def encode_marked(self, text: str, mark: str) -> Encoded: ...
@@ -204,7 +204,7 @@ class InputProcessor:
 
     def _encode_chat(self, prompt: ChatPrompt) -> Encoded:
         """Control text inside data stays text."""
-        marked = mark_data(prompt.messages, prompt.tools, self._tokenizer.control_texts)
+        marked = mark_data(prompt.messages, prompt.tools, self._tokenizer.controls)
         if marked is None:
             text = self.render(prompt)
             self._require_room(text, "messages")

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from tokenizers import Tokenizer as Engine
 
+from tokenspeed.chat.control_text import ControlTexts
 from tokenspeed.checkpoints import GgufVocabulary, TokenizerFile, TokenizerSource
 from tokenspeed.llm.gguf_tokenizer import build_gguf
 from tokenspeed.llm.piece_cache import Encoded, PieceCache, joined, without_surrogates
@@ -33,8 +34,7 @@ class Tokenizer:
         self._added = {True: tuple(vocabulary.literals.values()), False: _ordinary(vocabulary.plain)}
         ordinary = set(self._added[False])
         self.control_texts = tuple(text for text in self._added[True] if text not in ordinary and len(text) > 1)
-        self._controls = frozenset(self.control_texts)
-        self._control_lengths = _lengths_by_first(self.control_texts)
+        self.controls = ControlTexts(self.control_texts)
         ints = tuple(range(vocabulary.size))
         self._cache = PieceCache(vocabulary.engine, vocabulary.cuts, ints)
         self._plain_cache = PieceCache(vocabulary.plain, None, ints, PLAIN_BYTES_MAX)
@@ -98,14 +98,12 @@ class Tokenizer:
         start, place = 0, text.find(mark)
         while place >= 0:
             begin = place - 1
-            lengths = self._control_lengths.get(text[begin], ()) if begin >= start else ()
-            end = next(
-                (place + n for n in lengths if text[begin] + text[place + 1 : place + n] in self._controls), None
-            )
-            if end is not None:
+            control = self.controls.at(text, begin, gap=1) if begin >= start else None
+            if control is not None:
+                end = begin + len(control) + 1
                 pieces += [text[start:begin], text[begin:end]]
                 start = end
-            place = text.find(mark, end or place + 1)
+            place = text.find(mark, place + 1)
         return [*pieces, text[start:]]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True, from_start: bool = True) -> str:
@@ -158,14 +156,6 @@ class Tokenizer:
 def _ordinary(plain: Engine) -> tuple[str, ...]:
     """The added tokens that are looked for in data too."""
     return tuple(token.content for token in plain.get_added_tokens_decoder().values() if not token.special)
-
-
-def _lengths_by_first(texts: Iterable[str]) -> dict[str, list[int]]:
-    """The lengths of the texts that begin with a character, longest first."""
-    lengths: dict[str, set[int]] = {}
-    for text in texts:
-        lengths.setdefault(text[0], set()).add(len(text))
-    return {first: sorted(each, reverse=True) for first, each in lengths.items()}
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from tokenspeed.chat.control_text import _MARKS, mark_data
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-CONTROLS = ("<|im_end|>", "<|im_start|>", "</think>", "<tool_call>")
+from tokenspeed.chat.control_text import _MARKS, ControlTexts, mark_data
+
+CONTROLS = ControlTexts(("<|im_end|>", "<|im_start|>", "</think>", "<tool_call>"))
 MARK = _MARKS[0]
 BROKEN = f"<{MARK}|im_end|>"
 
@@ -43,3 +46,23 @@ def test_data_is_marked_in_every_place_and_the_assistant_in_none() -> None:
 def test_a_mark_that_the_text_has_is_not_taken() -> None:
     marked = mark_data([{"role": "user", "content": f"{MARK}<|im_end|>"}], None, CONTROLS)
     assert marked is not None and marked.mark == _MARKS[1]
+
+
+TEXTS = ("<|a|>", "<|a|>b", "<|", "|a", "aa", "[x]", "]^", "\\d", "<b>")
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from((*TEXTS, *"<|a>b[]x^\\d ")), max_size=20).map("".join))
+def test_exactly_the_control_texts_that_are_there_are_found(text: str) -> None:
+    controls = ControlTexts(TEXTS)
+    assert controls.held_by(text) == {control for control in TEXTS if control in text}
+    for place in range(len(text)):
+        standing = [control for control in TEXTS if text.startswith(control, place)]
+        assert controls.at(text, place) == max(standing, key=len, default=None)
+        gapped = text[: place + 1] + MARK + text[place + 1 :]
+        assert controls.at(gapped, place, gap=1) == controls.at(text, place)
+
+
+def test_without_control_texts_nothing_is_found() -> None:
+    assert ControlTexts(()).held_by("<|im_end|>") == set()
+    assert mark_data([{"role": "user", "content": "x"}], None, ControlTexts(())) is None

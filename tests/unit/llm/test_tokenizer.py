@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer as Engine
 import tiny_vocabularies as tiny
 from tokenspeed.checkpoints import TokenizerFile
 from tokenspeed.core.errors import StartError, TokenizerError
+from tokenspeed.core.request import pack_ids
 from tokenspeed.llm.pretokenizers import PRE_TOKENIZERS
 from tokenspeed.llm.tokenizer import Tokenizer
 
@@ -136,6 +138,33 @@ def test_data_never_becomes_markup(tokenizer: Tokenizer, markup: set[int], ordin
     assert not markup & set(data)
     assert ordinary <= set(data)
     assert tokenizer.decode(data, skip_special_tokens=False) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["<|bos|>", "<|end|>", "<think>", "<s>", "nab", "<|sep|>", "#", "h", "ello ", "a", "\n\n"])
+    )
+)
+def test_marked_control_texts_are_encoded_as_data_alone_and_the_rest_as_ever(parts: list[str]) -> None:
+    mark = "#"
+    for tokenizer in (BYTE_LEVEL, SPM, GEMMA_LIKE):
+        text = "".join(
+            part[0] + mark + part[1:] if place % 2 and part in tokenizer.control_texts else part
+            for place, part in enumerate(parts)
+        )
+        broken = sorted((each[0] + mark + each[1:] for each in tokenizer.control_texts), key=len, reverse=True)
+        expected: list[int] = []
+        for place, piece in enumerate(re.split(f"({'|'.join(map(re.escape, broken))})", text)):
+            vocabulary, clean = tokenizer._vocabulary, piece.replace(mark, "")
+            if place == 0:
+                expected += tokenizer.encode(clean, add_special_tokens=False)
+            else:
+                engine = vocabulary.plain if place % 2 else vocabulary.engine
+                expected += engine.encode(clean, add_special_tokens=False).ids
+        encoded = tokenizer.encode_marked(text, mark)
+        assert list(encoded.ids) == expected
+        assert encoded.packed == pack_ids(expected)
 
 
 def test_bos_comes_only_where_the_vocabulary_says_so_and_never_twice() -> None:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ _IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_used_blocks")
 
 
 class ServerProcess:
-    """A running server. Ends it on close; what it wrote to stderr is in `log`."""
+    """A running server. Ends it on close; what it wrote to stderr is in `log`. program: what Python runs."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "tokenspeed.cli")) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._log_path = Path(self._folder.name) / "stderr"
-        command = [sys.executable, "-m", "tokenspeed.cli", "serve", "--port", "0", "--threads", "1", *arguments]
+        command = [sys.executable, *program, "serve", "--port", "0", "--threads", "1", *arguments]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         self.banner = self._read_banner()
@@ -129,8 +129,8 @@ def start_server() -> Iterator[Any]:
     """Starts servers that end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(*arguments: str) -> ServerProcess:
-            server = ServerProcess(*arguments)
+        def start(*arguments: str, **options: Any) -> ServerProcess:
+            server = ServerProcess(*arguments, **options)
             stack.callback(server.close)
             return server
 

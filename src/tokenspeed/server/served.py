@@ -22,6 +22,9 @@ class TokenCodec(TextCodec, Protocol):
     """Text to ids and back, and what one token stands for."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
+    def engine_json(self) -> str:
+        """A tokenizer.json of what encodes the text; decoding and what surrounds a text are left out."""
+        ...
 
 
 class PromptEncoder(Protocol):

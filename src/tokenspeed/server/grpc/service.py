@@ -166,8 +166,10 @@ class SchedulerService:
         """The archive, made once."""
         if self._archive is None:
             llm = self._served.llm
-            work = asyncio.to_thread(tokenizer_files.pack, llm.source, llm.input_processor.template_text)
-            self._archive = asyncio.ensure_future(work)
+            template = llm.input_processor.template_text
+            self._archive = asyncio.ensure_future(
+                asyncio.to_thread(tokenizer_files.pack, llm.source, llm.tokenizer, template)
+            )
         return await asyncio.shield(self._archive)
 
     @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as Engine
 
-from fakes import FakeSource, byte_vocabulary
+from fakes import FakeSource, byte_tokenizer, byte_vocabulary
 from scripted import CALLING_TEMPLATE, write_scripted_model
 from tokenspeed.checkpoints import GgufVocabulary, open_model
 from tokenspeed.core.config import ModelConfig
@@ -52,8 +52,9 @@ def spm_vocabulary(*, lead: bool = True) -> GgufVocabulary:
 )
 def test_an_embedded_vocabulary_becomes_a_tokenizer_of_the_same_mind(vocabulary: GgufVocabulary) -> None:
     source = FakeSource(tokenizer=vocabulary)
-    packed = files(pack(source, "{{ messages }}"))
-    own, other = Tokenizer.from_source(vocabulary), Engine.from_str(packed["tokenizer.json"].decode())
+    own = Tokenizer.from_source(vocabulary)
+    packed = files(pack(source, own, "{{ messages }}"))
+    other = Engine.from_str(packed["tokenizer.json"].decode())
     for text in TEXTS:
         for special in (False, True):
             if not (special and text.startswith("<bos>")):  # of which our own never makes two
@@ -69,13 +70,15 @@ def test_an_embedded_vocabulary_becomes_a_tokenizer_of_the_same_mind(vocabulary:
 def test_a_tokenizer_file_is_passed_on_with_the_template_that_holds(tmp_path: Path) -> None:
     model = write_scripted_model(tmp_path / "model", [("", "x")], template=CALLING_TEMPLATE)
     source = open_model(ModelConfig(model=str(model), load_format="scripted"))
-    packed = files(pack(source, "other"))
+    assert source.tokenizer is not None
+    own = Tokenizer.from_source(source.tokenizer)
+    packed = files(pack(source, own, "other"))
     assert packed["tokenizer.json"] == (model / "tokenizer" / "tokenizer.json").read_bytes()
     settings = json.loads(packed["tokenizer_config.json"])
     assert (settings["chat_template"], settings["eos_token"]) == ("other", "<eos>")
     assert json.loads(packed["config.json"])["model_type"] == "scripted"
-    assert json.loads(files(pack(source, None))["tokenizer_config.json"])["chat_template"] == CALLING_TEMPLATE
+    assert json.loads(files(pack(source, own, None))["tokenizer_config.json"])["chat_template"] == CALLING_TEMPLATE
 
 
 def test_the_same_model_makes_the_same_archive() -> None:
-    assert pack(FakeSource(), "t") == pack(FakeSource(), "t")
+    assert pack(FakeSource(), byte_tokenizer(), "t") == pack(FakeSource(), byte_tokenizer(), "t")

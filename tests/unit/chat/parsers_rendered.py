@@ -97,9 +97,13 @@ def slug(key: str) -> str:
     return key.replace(" ", "_")
 
 
-def llama_pythonic(calls: Sequence[Call]) -> str:
+def python_list(calls: Sequence[Call]) -> str:
     each = (f"{n}({', '.join(f'{slug(k)}={v!r}' for k, v in a.items())})" for n, a in calls)
-    return f"<|python_start|>[{', '.join(each)}]<|python_end|>"
+    return f"[{', '.join(each)}]"
+
+
+def llama_pythonic(calls: Sequence[Call]) -> str:
+    return f"<|python_start|>{python_list(calls)}<|python_end|>"
 
 
 def mistral(calls: Sequence[Call]) -> str:
@@ -199,11 +203,7 @@ def command_r(calls: Sequence[Call]) -> str:
 
 
 def lfm2(calls: Sequence[Call]) -> str:
-    return (
-        llama_pythonic(calls)
-        .replace("<|python_start|>", "<|tool_call_start|>")
-        .replace("<|python_end|>", "<|tool_call_end|>")
-    )
+    return f"<|tool_call_start|>{python_list(calls)}<|tool_call_end|>"
 
 
 def apertus(calls: Sequence[Call]) -> str:

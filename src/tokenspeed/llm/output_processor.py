@@ -48,6 +48,11 @@ class SequenceText:
         """Generated tokens that count, an end token included."""
         return self._num_tokens
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has something to hand out."""
+        return self._changed
+
     def push(self, update: SequenceUpdate) -> bool:
         """Take one update. True when a stop string ended the sequence here, before the engine knows of it."""
         assert self.finish_reason is None, f"an update after the end: {update.request_id}"
@@ -92,6 +97,17 @@ class SequenceText:
         self._new_text, self._new_ids, self._new_logprobs = [], [], []
         self._changed = False
         return output
+
+    def plain_text(self) -> str | None:
+        """The text that is new, where nothing else is; it stays new."""
+        if not self._changed or self._ledger is not None or self.finish_reason is not None:
+            return None
+        return self._new_text[0] if len(self._new_text) == 1 else "".join(self._new_text)
+
+    def drop(self) -> None:
+        """Nothing is new any more."""
+        self._new_text, self._new_ids = [], []
+        self._changed = False
 
     def _is_silent_end(self, end_token_id: int | None) -> bool:
         """End tokens are not rendered, except a stop token that the caller wants to see."""
@@ -175,6 +191,7 @@ class RequestStream:
             for index, sequence in enumerate(request.sequences)
         }
         self._first_id = request.sequences[0].request_id
+        self._only = self._sequences[self._first_id] if len(self._sequences) == 1 else None
         self._cached_len = 0
         self._prompt_logprobs: tuple[LogprobEntry | None, ...] | None = None
         self._arrived = time.monotonic() if arrived is None else arrived
@@ -243,13 +260,34 @@ class RequestStream:
             if self._error is not None:
                 self._ended = True
                 raise self._error
-            assert self._waiting is None, "two consumers of one stream"
-            self._waiting = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiting
-            finally:
-                self._waiting = None
+            await self._wait()
         raise StopAsyncIteration
+
+    async def wait_for_text(self) -> str | None:
+        """The text that is new of the only sequence, after waiting for news where there is none; it stays new. None
+        where there is more news than text, or there are several sequences: iterate then."""
+        only = self._only
+        if only is None or self._prompt_logprobs is not None or self._error is not None or self._ended:
+            return None
+        text = only.plain_text()
+        if text is None and not only.has_news:
+            await self._wait()
+            text = None if self._ended else only.plain_text()
+        return text
+
+    def take_text(self) -> int:
+        """What wait_for_text returned is taken. Returns the number of tokens so far."""
+        assert self._only is not None, "several sequences"
+        self._only.drop()
+        return self._only.num_tokens
+
+    async def _wait(self) -> None:
+        assert self._waiting is None, "two consumers of one stream"
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():

@@ -20,7 +20,7 @@ from tokenspeed.observability.logging import RequestSummary
 from tokenspeed.server.connection import merged
 from tokenspeed.server.errors import GenerationError
 from tokenspeed.server.prefix_watch import HEADER
-from tokenspeed.server.served import Served
+from tokenspeed.server.served import OutputStream, Served
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,30 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-async def pieces(served: Served, job: Job, tally: Tally) -> AsyncGenerator[Piece, None]:
+class TextLane:
+    """A way past `pieces` for what most news is: more text of the only choice, and nothing else. Each token costs less
+    there. Only whoever iterates `pieces` may use it, between two pieces. Closed until `pieces` opens it."""
+
+    def __init__(self) -> None:
+        self._stream: OutputStream | None = None
+        self._watch: _Watch | None = None
+
+    def open(self, stream: OutputStream, watch: _Watch) -> None:
+        """The only prompt is running."""
+        self._stream, self._watch = stream, watch
+
+    async def wait(self) -> str | None:
+        """The next text, once there is one. It stays until it is taken. None where `pieces` has to be asked."""
+        return None if self._stream is None else await self._stream.wait_for_text()
+
+    def take(self) -> None:
+        """The text that `wait` returned is taken."""
+        assert self._stream is not None, "the lane is closed"
+        assert self._watch is not None, "the lane is closed"
+        self._watch.saw_tokens(0, self._stream.take_text())
+
+
+async def pieces(served: Served, job: Job, tally: Tally, lane: TextLane | None = None) -> AsyncGenerator[Piece, None]:
     """News of all prompts as it comes; `tally` is kept up to date. Closing it cancels what still runs.
 
     Raises RequestError, OverloadedError, EngineDeadError, and GenerationError for a completion that broke off.
@@ -138,6 +161,8 @@ async def pieces(served: Served, job: Job, tally: Tally) -> AsyncGenerator[Piece
             async with aclosing(stream):
                 async for output in stream:
                     watch.saw(0, output)
+                    if lane is not None:
+                        lane.open(stream, watch)
                     yield _piece(job, 0, output)
         else:
             async with aclosing(merged(_sources(served, job))) as outputs:
@@ -211,23 +236,29 @@ class _Watch:
 
     def saw(self, prompt_index: int, output: RequestOutput) -> None:
         """New tokens of a prompt."""
-        now, tally = time.monotonic(), self._tally
+        tally = self._tally
         tally.num_prompt[prompt_index] = len(output.prompt_token_ids)
         tally.num_cached[prompt_index] = output.cached_len
         for completion in output.outputs:
             choice = prompt_index * self._job.params.n + completion.index
-            num_new = completion.num_tokens - tally.num_generated.get(choice, 0)
             if completion.finish_reason is not None:
                 tally.finished[choice] = finish_text(completion.finish_reason)
-            if num_new <= 0:
-                continue
-            tally.num_generated[choice] = completion.num_tokens
-            if choice in self._last_token_s:
-                self._metrics.observe_tokens(num_new, now - self._last_token_s[choice])
-            self._last_token_s[choice] = now
-            if self._first_token_s is None:
+            now = self.saw_tokens(choice, completion.num_tokens)
+            if now is not None and self._first_token_s is None:
                 self._first_token_s, self._times = now, output.times
                 self._metrics.observe_first_token(now - self._arrived_s)
+
+    def saw_tokens(self, choice: int, num_tokens: int) -> float | None:
+        """A choice has so many tokens. Returns the time if that is news."""
+        num_new = num_tokens - self._tally.num_generated.get(choice, 0)
+        if num_new <= 0:
+            return None
+        now, last = time.monotonic(), self._last_token_s.get(choice)
+        self._tally.num_generated[choice] = num_tokens
+        self._last_token_s[choice] = now
+        if last is not None:
+            self._metrics.observe_tokens(num_new, now - last)
+        return now
 
     def refused(self, error: Exception) -> None:
         """The request was turned away before it ran."""

@@ -32,7 +32,7 @@ from tokenspeed.server.sampling import (
 from tokenspeed.server.served import Served, ServedLLM
 from tokenspeed.server.sse import DONE, data_frame, data_text
 from tokenspeed.server.tool_choice import read_tool_choice
-from tokenspeed.server.turn import End, News, Reply, news_of
+from tokenspeed.server.turn import End, News, Reply, TextNews, news_of
 
 # What the request itself says to the template.
 _OWN_TEMPLATE_NAMES = ("self", "messages", "tools", "add_generation_prompt")
@@ -231,8 +231,8 @@ async def whole_answer(served: Served, job: Job, reply: Reply, body: ChatBody) -
 async def chunk_frames(served: Served, job: Job, reply: Reply, body: ChatBody) -> AsyncGenerator[bytes, None]:
     """The frames of a streamed answer: roles, deltas, finishes, usage when asked for, [DONE]."""
     writer = _ChunkWriter(served, job, body)
-    has_begun = False
-    async with aclosing(news_of(served, job, reply, writer.tally)) as found:
+    has_begun, text_news = False, TextNews()
+    async with aclosing(news_of(served, job, reply, writer.tally, text_news)) as found:
         async for news in found:
             if not has_begun:
                 has_begun = True
@@ -240,6 +240,8 @@ async def chunk_frames(served: Served, job: Job, reply: Reply, body: ChatBody) -
             frames = writer.frames(news)
             if frames:
                 yield frames
+            while (delta := await text_news.next()) is not None:
+                yield writer.text_frame(delta)
     if writer.wants_usage:
         yield writer.usage_frame()
     yield DONE
@@ -268,9 +270,15 @@ class _ChunkWriter:
         if self._is_plain and news.end is None and len(news.deltas) == 1:
             (delta,) = news.deltas
             if isinstance(delta, ContentDelta):
-                before, after = self._around.get(news.choice) or self._content_frame(news.choice)
-                return before + data_text(delta.text) + after
+                return self.text_frame(delta, news.choice)
         return b"".join([self.frame([choice]) for choice in self._choices(news)])
+
+    def text_frame(self, delta: parsers.Delta, choice: int = 0) -> bytes:
+        """The chunk of a delta that has no log-probabilities."""
+        if self._is_plain and isinstance(delta, ContentDelta):
+            before, after = self._around.get(choice) or self._content_frame(choice)
+            return before + data_text(delta.text) + after
+        return self.frame([ChunkChoice(choice, _delta(delta) or Delta())])
 
     def _content_frame(self, choice: int) -> tuple[bytes, bytes]:
         """What stands before and after the text in a chunk of content, which is the same in each of them."""

@@ -50,6 +50,14 @@ class OutputStream(Protocol):
 
     async def aclose(self) -> None: ...
 
+    async def wait_for_text(self) -> str | None:
+        """The text that is new, where nothing else is, after waiting for news; it stays new. Else None: iterate."""
+        ...
+
+    def take_text(self) -> int:
+        """What wait_for_text returned is taken. Returns the number of tokens so far."""
+        ...
+
 
 class ServedLLM(Protocol):
     """A running model, as llm.AsyncLLM is one. last_progress_s: monotonic time of the engine's last sign of life."""

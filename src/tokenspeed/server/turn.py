@@ -15,7 +15,7 @@ import msgspec
 from tokenspeed.chat.parsers import Context, Delta, Parser, ToolCallEnd, opens_reasoning, resolve, tool_schemas
 from tokenspeed.llm.outputs import LogprobEntry, RequestOutput
 from tokenspeed.server.chat import Conversation
-from tokenspeed.server.generation import Job, Tally, finish_text, pieces
+from tokenspeed.server.generation import Job, Tally, TextLane, finish_text, pieces
 from tokenspeed.server.served import Served
 
 Reply = Callable[[], Parser]
@@ -57,13 +57,39 @@ def reply_to(served: Served, conversation: Conversation) -> Reply:
     return lambda: build(context)
 
 
-async def news_of(served: Served, job: Job, reply: Reply, tally: Tally) -> AsyncGenerator[News, None]:
+class TextNews:
+    """A way past `news_of` for what most news is; see TextLane."""
+
+    def __init__(self) -> None:
+        self.lane = TextLane()
+        self._parser: Parser | None = None
+
+    def open(self, parser: Parser) -> None:
+        """The only choice is read by this parser."""
+        self._parser = parser
+
+    async def next(self) -> Delta | None:
+        """What the reply goes on with, once it does. None where `news_of` has to be asked."""
+        text = await self.lane.wait()
+        if text is None or self._parser is None:
+            return None
+        delta = self._parser.at_once(text)
+        if delta is not None:
+            self.lane.take()
+        return delta
+
+
+async def news_of(
+    served: Served, job: Job, reply: Reply, tally: Tally, text_news: TextNews | None = None
+) -> AsyncGenerator[News, None]:
     """What each choice says, as it comes. A choice whose parser needs no more text ends there; when all have, what
     still runs is cancelled. Pages are kept only for a reply whose calls have results to come."""
     make = reply if served.tracer is None else lambda: _TimedParser(reply(), tally)
     readers = [_Reader(make()) for _ in range(job.num_choices)]
     waits_for_results, num_open = False, len(readers)
-    async with aclosing(pieces(served, job, tally)) as found:
+    if text_news is not None and job.num_choices == 1:
+        text_news.open(readers[0].parser)
+    async with aclosing(pieces(served, job, tally, None if text_news is None else text_news.lane)) as found:
         async for piece in found:
             for choice, completion in piece.choices:
                 reader = readers[choice]
@@ -101,6 +127,9 @@ class _TimedParser:
     def withholds(self) -> bool:
         return self._parser.withholds
 
+    def at_once(self, text: str) -> Delta | None:
+        return None
+
     def feed(self, text: str) -> list[Delta]:
         return self._timed(lambda: self._parser.feed(text))
 
@@ -119,18 +148,18 @@ class _Reader:
     """The parser of one choice, and what it has found."""
 
     def __init__(self, parser: Parser) -> None:
-        self._parser = parser
+        self.parser = parser
         self._has_calls = False
         self.has_ended = False
 
     @property
     def is_done(self) -> bool:
-        return self._parser.done
+        return self.parser.done
 
     def read(self, text: str, *, is_last: bool) -> list[Delta]:
-        deltas = self._parser.feed(text) if text else []
+        deltas = self.parser.feed(text) if text else []
         if is_last:
-            deltas = [*deltas, *self._parser.finish()]
+            deltas = [*deltas, *self.parser.finish()]
         for delta in deltas:
             if isinstance(delta, ToolCallEnd):
                 self._has_calls |= delta.complete

@@ -259,3 +259,54 @@ def test_times_say_when_the_first_step_began() -> None:
     )
     (output,) = drain(harness.stream)
     assert output.times.started == output.times.arrived + 0.25
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_text_taken_past_the_iteration_is_missing_from_it_and_nothing_else(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choice(["ab", "é", "東", "🧪", " ", "\n"]) for _ in range(60))
+    harness = Harness(SamplingParams())
+    data, seen, num_tokens = [*text.encode()], [], []
+
+    async def consume() -> None:
+        while True:
+            plain = await harness.stream.wait_for_text()
+            if plain is not None and rng.random() < 0.7:
+                seen.append(plain)
+                num_tokens.append(harness.stream.take_text())
+                continue
+            async for output in harness.stream:
+                seen.append(output.outputs[0].text)
+                num_tokens.append(output.outputs[0].num_tokens)
+                if output.finished:
+                    return
+                break
+
+    async def produce() -> None:
+        while data:
+            size = rng.randint(1, 5)
+            harness.stream.push_tokens(harness.ids[0], data[:size])
+            del data[:size]
+            if rng.random() < 0.8:
+                await asyncio.sleep(0)
+        harness.push([EOS], finish=FinishReason.STOP)
+
+    async def both() -> None:
+        await asyncio.wait_for(asyncio.gather(consume(), produce()), 5.0)
+
+    asyncio.run(both())
+    assert "".join(seen) == text
+    assert num_tokens == sorted(num_tokens) and num_tokens[-1] == len(text.encode()) + 1
+
+
+def test_there_is_more_than_text_to_several_sequences_log_probabilities_and_ends() -> None:
+    for params in (SamplingParams(n=2), SamplingParams(logprobs=0)):
+        harness = Harness(params)
+        harness.push([65])
+        assert asyncio.run(harness.stream.wait_for_text()) is None
+    harness = Harness(SamplingParams())
+    harness.push([65], finish=FinishReason.LENGTH)
+    assert asyncio.run(harness.stream.wait_for_text()) is None
+    broken = Harness(SamplingParams())
+    broken.stream.fail(EngineDeadError("gone"))
+    assert asyncio.run(broken.stream.wait_for_text()) is None

@@ -15,6 +15,7 @@ import pkgutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import groupby
 from types import ModuleType
 from typing import Protocol
@@ -103,6 +104,11 @@ class Parser(Protocol):
         """Text was taken that has not left yet: a stream that is silent now is silent for a reason."""
         ...
 
+    def at_once(self, text: str) -> Delta | None:
+        """All that `feed` would return of this chunk, where that is one delta and the parser would not change by it,
+        so that it need not be fed; None where it must be."""
+        ...
+
     def feed(self, text: str) -> list[Delta]:
         """What can be said after this chunk. Time is linear in the text, over all chunks."""
         ...
@@ -155,6 +161,7 @@ class ReasoningMarks:
     answer: str = ""
 
 
+@cache
 def names() -> tuple[str, ...]:
     """The dialects that there are."""
     return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.name.startswith("_")))

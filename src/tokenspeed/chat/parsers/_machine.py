@@ -51,7 +51,7 @@ class Output:
     def at_once(self, sink: Callable[[str], object], text: str) -> ContentDelta | ReasoningDelta | None:
         """What the sink would send of this text, if it would send just that and remember nothing: most text of most
         replies. `_space` and `_bare` stay as they are."""
-        if self._space or self._bare or text[-1] in _SPACES:
+        if self._space or self._bare or not text or text[-1] in _SPACES:
             return None
         if sink == self.content:
             return ContentDelta(text)
@@ -200,15 +200,19 @@ class Machine:
     def withholds(self) -> bool:
         return not self.done and (self._out.withholds or self._scanner.num_waiting > 0)
 
+    def at_once(self, text: str) -> Delta | None:
+        if self._out.done:
+            return None
+        sink = self._scanner.sink_of(text)
+        return None if sink is None else self._out.at_once(sink, text)
+
     def feed(self, text: str) -> list[Delta]:
         assert not self._finished, "fed after its finish"
         if not text or self._out.done:
             return []
-        sink = self._scanner.sink_of(text)
-        if sink is not None:
-            delta = self._out.at_once(sink, text)
-            if delta is not None:
-                return [delta]
+        delta = self.at_once(text)
+        if delta is not None:
+            return [delta]
         self._scanner.push(text)
         next(self._run, None)
         return self._out.take()

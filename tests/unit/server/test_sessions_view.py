@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from typing import Any
 
 import pytest
@@ -141,3 +142,16 @@ def test_the_line_has_every_time(server: Any, caplog: pytest.LogCaptureFixture) 
         r"speed [\d.]+ tok/s total \d\.\d{3} s finish tool_calls session times",
         line,
     )
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_pages_are_shown_as_held_after_calls_only(server: Any, path: str) -> None:
+    def held_until(session: str) -> float | None:
+        listed = server.app.state.served.sessions.listing(any_held=True)
+        return next(each.held_until for each in listed.data if each.session == session)
+
+    ask(server, path, f"held{path}", "#call")
+    until = held_until(f"held{path}")
+    assert until is not None and 290.0 < until - time.time() <= 300.0
+    ask(server, path, f"held{path}", "hello")
+    assert held_until(f"held{path}") is None

@@ -244,8 +244,9 @@ def repeat(dice: random.Random, body: Any, kind: type) -> Any:
     """A list many times over."""
     lists = [holder[key] for holder, key in places(body) if isinstance(holder[key], list)]
     if lists:
-        chosen = dice.choice(lists)
-        chosen *= dice.choice((2, 30, 400))
+        chosen, times = dice.choice(lists), dice.choice((2, 30, 400))
+        if len(json.dumps(chosen)) * times <= BYTES_MAX:
+            chosen *= times
     return body
 
 

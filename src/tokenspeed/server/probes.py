@@ -83,7 +83,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class RankLoad(Load, frozen=True, kw_only=True):
     """The load of the one rank that others see: partitions are the server's own matter."""
 
-    dp_rank: int = 0
+    rank: int = msgspec.field(default=0, name="dp_rank")
 
 
 class Loads(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,9 +72,9 @@ def mark_data(messages: Sequence[Message], tools: Sequence[Tool] | None, control
     mark = next((mark for mark in _MARKS if mark not in data), None)
     if mark is None:
         return None
-    breaks = {control: control[0] + mark + control[1:] for control in sorted(found, key=len, reverse=True)}
-    marked = [{**message, **_broken(_data_of(message), breaks)} for message in messages]
-    return Marked(marked, None if tools is None else _broken(list(tools), breaks), mark)
+    held = re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))))
+    marked = [{**message, **_broken(_data_of(message), held, mark)} for message in messages]
+    return Marked(marked, None if tools is None else _broken(list(tools), held, mark), mark)
 
 
 def _data_of(message: Message) -> dict[str, object]:
@@ -112,14 +112,12 @@ def _any_of(beginnings: Iterable[str]) -> str:
     return "|".join(f"{re.escape(first)}[{each}]" for first, each in seconds.items())
 
 
-def _broken(value: Any, breaks: Mapping[str, str]) -> Any:
+def _broken(value: Any, held: re.Pattern[str], mark: str) -> Any:
     """The same value with all its strings broken where they hold control text."""
     if isinstance(value, str):
-        for control, broken in breaks.items():
-            value = value.replace(control, broken)
-        return value
+        return held.sub(lambda match: match[0][0] + mark + match[0][1:], value)
     if isinstance(value, Mapping):
-        return {_broken(key, breaks): _broken(each, breaks) for key, each in value.items()}
+        return {_broken(key, held, mark): _broken(each, held, mark) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_broken(each, breaks) for each in value]
+        return [_broken(each, held, mark) for each in value]
     return value

@@ -169,6 +169,26 @@ def test_a_signal_while_the_engine_starts_again_ends_in_order(start_server: Any,
     assert "Traceback" not in server.log
 
 
+def test_under_a_launcher_the_server_ends_with_its_engine(
+    start_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks are the launcher's: it starts all of them again, or none."""
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    folder = write_scripted_model(tmp_path / "model", [("", REPLY)], step_s=0.02)
+    server = start_server(str(folder), "--load-format", "scripted")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.chat, "x", max_tokens=1000)
+        wait_until(lambda: server.metric("num_requests_running") == 1.0)
+        kill_engine(server)
+        assert server.process.wait(30.0) == 1
+        assert waiting.result(10.0).status_code == 503
+    last = server.log.splitlines()[-1]
+    assert last.startswith("error: the engine has ended, and the server with it: the engine ended by SIGKILL")
+    assert "Traceback" not in server.log
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_again_and_again_ends_the_server(start_server: Any, tmp_path: Path) -> None:
     folder = write_scripted_model(tmp_path / "model", [("", "ok")])

@@ -16,6 +16,8 @@ import pytest
 
 from tokenspeed import cli
 from tokenspeed.cli import flags
+from tokenspeed.core.request import SamplingParams
+from tokenspeed.llm import sampling
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -114,3 +116,20 @@ def document_fields(shared: Any, path: str) -> set[str]:
     made = shared.client.get("/openapi.json").json()
     name = made["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
     return set(made["components"]["schemas"][name]["properties"])
+
+
+def test_every_sampling_parameter_is_on_its_page_with_its_default() -> None:
+    written = {row[0].strip("`"): row[2] for row in rows("sampling.md", "Parameters")}
+    other = {"grammar", "thinking"}  # made from fields that have a page of their own
+    fields = {field.name: field.default for field in msgspec.structs.fields(SamplingParams) if field.name not in other}
+    assert set(written) == set(fields)
+    for name, default in fields.items():
+        said = written[name].partition(",")[0].partition(";")[0]
+        if isinstance(default, bool):
+            assert said == str(default).lower(), name
+        elif isinstance(default, int | float):
+            assert float(said) == default, name
+        else:
+            assert said in ("none", "drawn", "what the context leaves"), name
+    own = {name for name, default in written.items() if default.endswith(", own")}
+    assert own == set(sampling._DEFAULT_FIELDS)

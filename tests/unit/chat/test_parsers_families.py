@@ -30,7 +30,7 @@ DOCUMENTED = {
     f'{LS_JSON}}}\n</tool_call>\n<tool_call>\n{{"name": "ping", "arguments": {{}}}}\n</tool_call>\n',
     "functionary_v31": f"<think>R</think>C<function=ls_dir>{LS_JSON}</function><function=ping>{{}}</function>",
     "functionary_v32": f"<think>R</think>all\nC>>>ls_dir\n{LS_JSON}>>>ping\n{{}}",
-    "functools": f'<think>R</think>C functools[{{"name": "ls_dir", "arguments": {LS_JSON}}}, '
+    "functools": f'<think>R</think>C\nfunctools[{{"name": "ls_dir", "arguments": {LS_JSON}}}, '
     '{"name": "ping", "arguments": {}}]',
     "gemma4": '<|channel>thought\nR\n<channel|>C<|tool_call>call:ls_dir{p:<|"|>a "b"<|"|>,n:3}<tool_call|>'
     "<|tool_call>call:ping{}<tool_call|><|tool_response>",
@@ -100,6 +100,53 @@ def test_a_form_without_its_last_part_keeps_the_whole_calls_only(name: str) -> N
     cut = text[: text.index("3") + 1]
     reasoning, content, calls = said(read(name, cut))
     assert (reasoning, calls) == ("R", []) and content.startswith("C") and content.endswith("3")
+
+
+OPEN_K3 = '<|open|>tools<|sep|><|open|>call tool="ls_dir" index="1"<|sep|>'
+ARGUMENT_K3 = '<|open|>argument key="p" type="string"<|sep|>x<|close|>argument<|sep|>'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("apertus", '<|tools_prefix|>{"ls_dir": {}}<|tools_suffix|>'),
+        ("apertus", '<|tools_prefix|>["ls_dir"]<|tools_suffix|>'),
+        ("apertus", '<|tools_prefix|>[{"ls_dir": [1]}]<|tools_suffix|>'),
+        ("apertus", '<|tools_prefix|>[{"ls_dir": {}, "ping": {}}]<|tools_suffix|>'),
+        ("cohere", '<|START_ACTION|>[{"name": "ls_dir", "parameters": {}}]<|END_ACTION|>'),
+        ("functionary_v31", "<function=ls_dir>x</function>"),
+        ("functionary_v31", "<function=ls_dir {}</function>"),
+        ("gemma4", "<|tool_call>ls_dir{}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:ls_dir<tool_call|>"),
+        ("gemma4", "<|tool_call>call:ls_dir{a:1 b:2}<tool_call|>"),
+        ("kimi_k3", "<|open|>tools<|sep|>text"),
+        ("kimi_k3", '<|open|>tools<|sep|><|open|>call index="1"<|sep|><|close|>call<|sep|>'),
+        ("kimi_k3", OPEN_K3 + '<|open|>json type="object"<|sep|>[]<|close|>json<|sep|><|close|>call<|sep|>'),
+        ("kimi_k3", OPEN_K3 + '<|open|>json type="object"<|sep|>{}<|close|>call<|sep|>'),
+        ("kimi_k3", OPEN_K3 + ARGUMENT_K3 * 2 + "<|close|>call<|sep|>"),
+        ("kimi_k3", OPEN_K3 + ARGUMENT_K3),
+        ("minimax_m3", f'{M}<tool_call>\n<invoke name="ls_dir">'),
+        ("minimax_m3", f'{M}<tool_call>{M}<invoke name="ls_dir"{M}</invoke>'),
+        ("minimax_m3", f'{M}<tool_call>{M}<invoke name="ls_dir">{M}<lines>{M}<item>1{M}</item>'),
+        ("minimax_m3", f'{M}<tool_call>{M}<invoke name="ls_dir">{M}<lines>{M}<item>1{M}</lines>{M}</invoke>'),
+        ("minimax_m3", f'{M}<tool_call>{M}<invoke name="ls_dir">{M}<n>1'),
+        ("minimax_m3", f'{M}<tool_call>{M}<invoke name="ls_dir">{M}<p>1'),
+        ("nemotron_nano_v2", "<TOOLCALL>[1]</TOOLCALL>"),
+        ("solar_open", "<|tool_call:begin|>a1<|tool_call:name|>ls_dir<|tool_call:args|>x<|tool_call:end|>"),
+        ("solar_open", "<|tool_call:begin|>a1<|tool_call:name|>ls_dir{}<|tool_call:end|>"),
+        ("solar_open", "<|tool_call:begin|>a1<|tool_call:args|>{}<|tool_call:end|>"),
+    ],
+)
+def test_a_form_that_is_not_kept_is_content(name: str, text: str) -> None:
+    assert read(name, f"So: {text}") == [ContentDelta(f"So: {text}")]
+    sound = read(name, f"So: {text}", sound_calls=True)
+    assert not any(delta.complete for delta in sound if isinstance(delta, ToolCallEnd))
+
+
+def test_apriel_says_its_answer_only() -> None:
+    text = "[BEGIN FINAL RESPONSE]\nHi\n[END FINAL RESPONSE]"
+    assert said(read("apriel", f"plan\n{text}", starts_in_reasoning=True)) == ("plan", "Hi\n", [])
+    assert said(read("apriel", f"plan\n{text}")) == ("", "plan\n\nHi\n", [])
 
 
 # What the schema does not say, the form does, and the other way round.

@@ -21,7 +21,6 @@ def build(context: Context) -> Parser:
 
 def _message(scanner: Scanner, out: Output) -> Reading[bool]:
     """Read a recipient, and the call if it is a given tool; other text after >>> is content."""
-    yield from scanner.accept(OPEN)
     name = yield from scanner.word(NAME)
     if not (name == ALL or name in out.context.tools) or not (yield from scanner.accept("\n")):
         return False

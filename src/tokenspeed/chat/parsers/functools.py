@@ -20,5 +20,4 @@ FORMATS = (
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    read = objects(in_list=True)
-    return conversation(context, Dialect({WORD: read, f" {WORD}": read, OPEN: objects(CLOSE)}))
+    return conversation(context, Dialect({WORD: objects(in_list=True), OPEN: objects(CLOSE)}))

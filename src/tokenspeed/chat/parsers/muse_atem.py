@@ -36,7 +36,6 @@ def build(context: Context) -> Parser:
 
 def _header(scanner: Scanner, out: Output) -> Reading[bool]:
     """Read the recipient of a message, and the message if it is reasoning."""
-    yield from scanner.accept(START)
     yield from scanner.space()
     if not (yield from scanner.accept("to=")):
         return bool((yield from scanner.accept(MESSAGE)))

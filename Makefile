@@ -46,7 +46,7 @@ build/clients/.benchmarks: $(wildcard tests/clients/pins/benchmarks/*)
 test-clients: $(VENV)/.test build/clients/.installed ## real agents and SDKs against the server, loopback only
 	@.ci/loopback $(BIN)/python -m pytest tests/clients -m clients --ignore tests/clients/test_benchmarks.py $(ARGS)
 
-test-clients-all: $(VENV)/.test build/clients/.installed build/clients/.benchmarks ## the same and others' benchmarks, 2 GB
+test-clients-all: $(VENV)/.test build/clients/.installed build/clients/.benchmarks ## the same and others' benchmarks, 3 GB
 	@.ci/loopback $(BIN)/python -m pytest tests/clients -m clients $(ARGS)
 
 gpu: $(VENV)/.test ## the tests that need two CUDA devices

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from clients.conftest import MODEL, Place, StartPlace, program
+from clients.prompts import CHAT
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
 REPLY = "The seventh word of the reply is this one, and the rest is never asked for."
 VOCAB_SIZE = 258
@@ -104,6 +105,38 @@ def run_lm_eval(
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     metrics: dict[str, Any] = json.loads(results.read_text())["results"]["questions"]
     return metrics, sorted(rows, key=lambda row: row["doc_id"])
+
+
+def test_evalscope_replays_coding_sessions(place: StartPlace) -> None:
+    """Several turns of a session with tool results in it: each turn finds the one before in the cache."""
+    here = place([("", REPLY)])
+    conversations = [[_turn(session, number) for number in range(3)] for session in range(2)]
+    (here.work / "agentic_dataset.json").write_text(json.dumps({"conversations": conversations}))
+    here.run(
+        program("evalscope", "bin", "evalscope"), "perf", "--url", f"{here.url}/v1/chat/completions", "--api", "openai",
+        "--model", MODEL, "--dataset", "swe_smith", "--dataset-path", "agentic_dataset.json", "--multi-turn",
+        "--max-turns", "3", "-n", "2", "--parallel", "2", "--max-tokens", "16", "--outputs-dir", "report",
+        "--no-timestamp",
+        **OFFLINE,
+    )  # fmt: skip
+    steps = here.warm_steps(6)
+    for session in range(2):
+        turns = [step for step in steps if f"module {session}." in step.exchange.body.decode()]
+        assert [step.exchange.path for step in turns] == [CHAT] * 3
+        for earlier, later in itertools.pairwise(turns):
+            assert later.shared > earlier.prompt_len, "the reply is in the cache as well"
+
+
+def _turn(session: int, number: int) -> dict[str, Any]:
+    """What a turn adds to a session."""
+    if number == 0:
+        added = [
+            {"role": "system", "content": "You edit files."},
+            {"role": "user", "content": f"Fix the bug in module {session}."},
+        ]
+    else:
+        added = [{"role": "user", "content": f"The command printed {number} lines of session {session}."}]
+    return {"messages": added, "prompt_tokens": 50 * (number + 1)}
 
 
 def test_aiperf_measures_sessions(place: StartPlace, tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from tokenspeed.chat.parsers import (
     ToolCallStart,
     call_format,
     names,
+    opens_reasoning,
+    reasoning_marks,
 )
 from tokenspeed.core.errors import ConfigError
-from unit.chat.test_parsers import read
+from unit.chat.test_parsers import read, said
 
 TOOLS: Mapping[str, Mapping[str, object]] = {
     "edit": {"type": "object", "properties": {"p": {"type": "string"}}},
@@ -109,3 +111,25 @@ def test_no_tools_have_no_forms_and_no_dialect_is_an_error() -> None:
     assert call_format("hermes", []) == []
     with pytest.raises(ConfigError, match="hermes"):
         call_format("klingon", TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '{"name": "r", "parameters": {"p": "x'),
+        ("gpt_oss", ' to=functions.r<|channel|>commentary json<|message|>{"p": "x'),
+        ("none", '```json\n{"name": "r", "arguments": {"p": "x'),
+    ],
+)
+def test_what_no_trigger_begins_is_withheld_even_if_calls_are_sound(name: str, text: str) -> None:
+    assert read(name, text, tools=TOOLS, sound_calls=True) == [ContentDelta(text)]
+
+
+@pytest.mark.parametrize("name", names())
+def test_marks_of_reasoning_are_those_that_are_read(name: str) -> None:
+    marks = reasoning_marks(name)
+    text = f"R{marks.close}{marks.answer}C"
+    if name != "functionary_v32":
+        assert said(read(name, marks.open + text)) == ("R", "C", [])
+        assert said(read(name, text, starts_in_reasoning=True)) == ("R", "C", [])
+    assert opens_reasoning(f"go{marks.open}\n") and not opens_reasoning(f"go{marks.open}{marks.close}")

@@ -198,7 +198,7 @@ def choose(template: str) -> str:
 
 def opens_reasoning(prompt: str) -> bool:
     """Whether a rendered prompt ends inside a reasoning block, for Context.starts_in_reasoning."""
-    return prompt.rstrip().endswith(_REASONING_OPENERS)
+    return prompt.rstrip().endswith(_reasoning_openers())
 
 
 def tool_schemas(tools: Iterable[Tool] | None) -> dict[str, Schema]:
@@ -226,11 +226,9 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
     return result
 
 
-_REASONING_OPENERS = (
-    *("<think>", "[THINK]", "<|channel|>analysis<|message|>", "<seed:think>", "<mm:think>", "<think:opensource>"),
-    *("<|START_THINKING|>", "<|open|>think<|sep|>", "<|inner_prefix|>", "<|channel>thought", "<|think|>"),
-    *("to=self<|message|>", "Here are my reasoning steps:"),
-)
+@cache
+def _reasoning_openers() -> tuple[str, ...]:
+    return tuple({reasoning_marks(name).open for name in names()})
 
 
 def _leaf(name: str) -> ModuleType:

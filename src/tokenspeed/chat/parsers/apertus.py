@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers import _json as json_reading
 from tokenspeed.chat.parsers._calls import arguments
 from tokenspeed.chat.parsers._frame import Dialect, conversation
@@ -13,13 +13,14 @@ from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN, CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
+REASONING = ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>")
 SIGNS = ((OPEN, CLOSE),)
 FORMATS = (CallFormat(OPEN, f'{OPEN}[{{"', '": ', f"}}]{CLOSE}"),)
 
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    think = ("<|inner_prefix|>", "<|inner_suffix|>")
+    think = (REASONING.open, REASONING.close)
     return conversation(context, Dialect({OPEN: _calls}, think=think, ends_reasoning=(OPEN,), silent=think[1:]))
 
 

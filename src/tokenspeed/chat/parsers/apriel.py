@@ -6,11 +6,12 @@ The prompt opens the reasoning with a sentence, and a mark in brackets ends it.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers._calls import objects
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 
 OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
+REASONING = ReasoningMarks("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]")
 SIGNS = ((OPEN, CLOSE, "[BEGIN FINAL RESPONSE]"),)
 FORMATS = (CallFormat(OPEN, f'{OPEN}[{{"name": "', '", "arguments": ', f"}}]{CLOSE}"),)
 
@@ -21,7 +22,7 @@ def build(context: Context) -> Parser:
         context,
         Dialect(
             {OPEN: objects(CLOSE)},
-            think=("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
-            silent=("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+            think=(REASONING.open, REASONING.close),
+            silent=(REASONING.close, "[END FINAL RESPONSE]"),
         ),
     )

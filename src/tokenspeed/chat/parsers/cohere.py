@@ -7,11 +7,12 @@ kept, since the template counts again.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers._calls import objects
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 
 OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+REASONING = ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>")
 SIGNS = ((OPEN, CLOSE),)
 FORMATS = (
     CallFormat(
@@ -29,7 +30,7 @@ def build(context: Context) -> Parser:
         context,
         Dialect(
             {OPEN: objects(CLOSE, name_key="tool_name")},
-            think=("<|START_THINKING|>", "<|END_THINKING|>"),
+            think=(REASONING.open, REASONING.close),
             ends_reasoning=(OPEN,),
             silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         ),

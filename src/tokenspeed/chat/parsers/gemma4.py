@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers import _json as json_reading
 from tokenspeed.chat.parsers._calls import NAME
 from tokenspeed.chat.parsers._frame import Dialect, conversation
@@ -17,6 +17,7 @@ from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner, Sink
 
 OPEN, CLOSE = "<|tool_call>", "<tool_call|>"
 QUOTE = '<|"|>'
+REASONING = ReasoningMarks("<|channel>thought", "<channel|>")
 SIGNS = ((OPEN, CLOSE, QUOTE),)
 FORMATS: tuple[CallFormat, ...] = ()
 _QUOTE_END = Marks((QUOTE,))
@@ -26,7 +27,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    think = ("<|channel>thought", "<channel|>")
+    think = (REASONING.open, REASONING.close)
     silent = ("<|tool_response>",)  # what the model writes after its calls, to wait for the results
     return conversation(context, Dialect({OPEN: _call}, think=think, ends_reasoning=(OPEN,), silent=silent))
 

@@ -14,6 +14,7 @@ from tokenspeed.chat.parsers._machine import Machine, Output, Reader, attempt
 from tokenspeed.chat.parsers._scanner import Marks, Reading, Scanner
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+TO = "to="
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 REASONING = ReasoningMarks(f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant", answer=f"{CHANNEL}final{MESSAGE}")
 SIGNS = ((CHANNEL, MESSAGE),)
@@ -51,7 +52,7 @@ def _program(scanner: Scanner, out: Output) -> Reading[None]:
     else:
         spaces: list[str] = []
         yield from scanner.space(spaces.append)
-        recipient = yield from scanner.accept("to=")
+        recipient = yield from scanner.accept(TO)
         if recipient:
             yield from attempt(scanner, out, "".join(spaces) + recipient, _reader(recipient))
         else:
@@ -83,7 +84,7 @@ def _messages(scanner: Scanner, out: Output, begin: str) -> Reading[bool]:
         recipient = _RECIPIENT.search(header)
         is_reasoning = channel is not None and channel[1] == "analysis"
         if recipient and (not is_reasoning or recipient[1] in out.context.tools):
-            return bool(out.context.tools) and (yield from _call(scanner, out, recipient[1]))
+            return bool(out.context.tools) and (yield from _call(scanner, out, recipient[1], begin == TO))
         scanner.forget()
         if is_reasoning:
             end = yield from scanner.until(_BODY_ENDS, out.reasoning)
@@ -111,11 +112,13 @@ def _content(scanner: Scanner, out: Output) -> Reading[str]:
         yield from attempt(scanner, out, mark, fence(FENCE))
 
 
-def _call(scanner: Scanner, out: Output, name: str) -> Reading[bool]:
-    out.start(name)
+def _call(scanner: Scanner, out: Output, name: str, tentative: bool) -> Reading[bool]:
+    """tentative: no grammar waits for a call that begins so, and it is withheld until it is complete."""
+    out.start(name, tentative=tentative)
     if not (yield from arguments(scanner, out.arguments, ENDS)):
         return False
-    out.end()
+    out.end(tentative=tentative)
+    out.commit()
     yield from scanner.space()
     yield from scanner.accept(*ENDS)
     return True

@@ -5,7 +5,7 @@ of a tag ends in :opensource: Hunyuan 3. Strings are written without quotes, so 
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._tagged import BY_SCHEMA, TaggedCall, Tags, tagged_calls
 
@@ -16,11 +16,12 @@ KEY, KEY_CLOSE = f"<arg_key{SUFFIX}>", f"</arg_key{SUFFIX}>"
 VALUE, VALUE_CLOSE = f"<arg_value{SUFFIX}>", f"</arg_value{SUFFIX}>"
 TAGS = Tags(KEY, {KEY_CLOSE: BY_SCHEMA}, VALUE_CLOSE, (KEY, CALL_CLOSE), value_open=VALUE)
 CALL = TaggedCall(CALL_OPEN, f"<tool_sep{SUFFIX}>", CALL_CLOSE, TAGS)
+REASONING = ReasoningMarks(f"<think{SUFFIX}>", f"</think{SUFFIX}>")
 SIGNS = (("<tool_calls{}>", "<tool_sep{}>", SUFFIX), (OPEN,))
 FORMATS: tuple[CallFormat, ...] = ()
 
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    think = (f"<think{SUFFIX}>", f"</think{SUFFIX}>")
+    think = (REASONING.open, REASONING.close)
     return conversation(context, Dialect({OPEN: tagged_calls(CALL, CLOSE)}, think=think))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers._calls import arguments
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._machine import Output
@@ -27,6 +27,8 @@ TAGS = Tags(
     (ARGUMENT, CALL_CLOSE),
     key_escapes=(("&quot;", '"'), ("&amp;", "&")),
 )
+RESPONSE, RESPONSE_CLOSE = f"{OPEN}response{SEPARATOR}", f"{CLOSE}response{SEPARATOR}"
+REASONING = ReasoningMarks(f"{OPEN}think{SEPARATOR}", f"{CLOSE}think{SEPARATOR}", answer=RESPONSE)
 SIGNS = ((OPEN, SEPARATOR, CLOSE, "xtml"),)
 FORMATS: tuple[CallFormat, ...] = ()
 _HEADER_END = Marks((SEPARATOR,))
@@ -35,12 +37,9 @@ _TOOL = re.compile(r'\btool="([^"]+)"')
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    think, response, message = ((f"{OPEN}{tag}{SEPARATOR}", f"{CLOSE}{tag}{SEPARATOR}") for tag in _TAGS)
-    dialect = Dialect({TOOLS: _calls}, think=think, ends_reasoning=(TOOLS,), silent=(*response, message[1]))
-    return conversation(context, dialect)
-
-
-_TAGS = ("think", "response", "message")
+    think = (REASONING.open, REASONING.close)
+    silent = (RESPONSE, RESPONSE_CLOSE, f"{CLOSE}message{SEPARATOR}")
+    return conversation(context, Dialect({TOOLS: _calls}, think=think, ends_reasoning=(TOOLS,), silent=silent))
 
 
 def _calls(scanner: Scanner, out: Output) -> Reading[bool]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """{"name": …, "parameters": {…}} as the answer, or after <|python_tag|>; several are parted by a semicolon: Llama 3.
 
-Without the mark only the name of a given tool tells a call from an answer in JSON.
+Without the mark only the name of a given tool tells a call from an answer in JSON; no grammar waits for such a call, so
+it is withheld until it is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def build(context: Context) -> Parser:
 
 def _calls(scanner: Scanner, out: Output, known_only: bool = False) -> Reading[bool]:
     yield from scanner.space()
-    while (yield from named_object(scanner, out, known=out.context.tools if known_only else None)):
+    known = out.context.tools if known_only else None
+    while (yield from named_object(scanner, out, known=known, tentative=known_only)):
+        out.commit()
         yield from scanner.space()
         if (yield from scanner.accept(";")):
             yield from scanner.space()

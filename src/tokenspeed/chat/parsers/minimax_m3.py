@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser, Schema
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks, Schema
 from tokenspeed.chat.parsers import _json as json_reading
 from tokenspeed.chat.parsers._calls import NAME
 from tokenspeed.chat.parsers._frame import Dialect, conversation
@@ -21,7 +21,8 @@ MARK = "]<]minimax[>["
 OPEN, CLOSE = f"{MARK}<tool_call>", f"{MARK}</tool_call>"
 INVOKE, INVOKE_CLOSE = f'{MARK}<invoke name="', f"{MARK}</invoke>"
 ITEM, ITEM_CLOSE = f"{MARK}<item>", f"{MARK}</item>"
-SIGNS = ((MARK, "<tool_call>", "</tool_call>", "<mm:think>", "<invoke name="),)
+REASONING = ReasoningMarks("<mm:think>", "</mm:think>")
+SIGNS = ((MARK, "<tool_call>", "</tool_call>", REASONING.open, "<invoke name="),)
 FORMATS: tuple[CallFormat, ...] = ()
 DEPTH_MAX = 64
 _KEY = re.compile(r"[^<>/\r\n][^<>\r\n]*")
@@ -31,7 +32,8 @@ _EMPTY = {"object": "{}", "array": "[]", "null": "null"}
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    return conversation(context, Dialect({OPEN: _calls}, think=("<mm:think>", "</mm:think>"), ends_reasoning=(OPEN,)))
+    think = (REASONING.open, REASONING.close)
+    return conversation(context, Dialect({OPEN: _calls}, think=think, ends_reasoning=(OPEN,)))
 
 
 def _calls(scanner: Scanner, out: Output) -> Reading[bool]:

@@ -5,7 +5,7 @@ Muse. What is sent to=self is reasoning, and to=user the answer. Types come from
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers._calls import NAME
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._machine import Output
@@ -18,6 +18,7 @@ PARAMETER = '<atem:parameter name="'
 START, MESSAGE, END = "<|start|>assistant", "<|message|>", "<|eom|>"
 TAGS = Tags(PARAMETER, {'">': BY_SCHEMA}, "</atem:parameter>", (PARAMETER, INVOKE_CLOSE))
 CALL = TaggedCall(INVOKE, '">', INVOKE_CLOSE, TAGS)
+REASONING = ReasoningMarks(f" to=self{MESSAGE}", END + START, answer=f" to=user{MESSAGE}")
 SIGNS = ((OPEN, INVOKE, "to=self"),)
 FORMATS: tuple[CallFormat, ...] = ()
 _END = Marks((END,))
@@ -27,7 +28,7 @@ def build(context: Context) -> Parser:
     """The parser for a request."""
     dialect = Dialect(
         {OPEN: tagged_calls(CALL, CLOSE)},
-        think=(f"to=self{MESSAGE}", END),
+        think=(REASONING.open.lstrip(), END),
         silent=(END, "<|eot|>"),
         headers={"": _header, START: _header},
     )

@@ -6,7 +6,7 @@ Values are written without quotes and as they are, line breaks at their ends too
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._tagged import BY_SCHEMA, TaggedCall, Tags, tagged_calls
 
@@ -14,11 +14,12 @@ OPEN, CLOSE = "<seed:tool_call>", "</seed:tool_call>"
 FUNCTION, FUNCTION_CLOSE = "<function=", "</function>"
 TAGS = Tags("<parameter=", {">": BY_SCHEMA}, "</parameter>", ("<parameter=", FUNCTION_CLOSE))
 CALL = TaggedCall(FUNCTION, ">", FUNCTION_CLOSE, TAGS)
-SIGNS = ((OPEN, FUNCTION, "<parameter=", "<seed:think>"),)
+REASONING = ReasoningMarks("<seed:think>", "</seed:think>")
+SIGNS = ((OPEN, FUNCTION, "<parameter=", REASONING.open),)
 FORMATS: tuple[CallFormat, ...] = ()
 
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    think = ("<seed:think>", "</seed:think>")
+    think = (REASONING.open, REASONING.close)
     return conversation(context, Dialect({OPEN: tagged_calls(CALL, CLOSE)}, think=think))

@@ -7,7 +7,7 @@ it stands before the name, so no fixed text leads to the arguments.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
 from tokenspeed.chat.parsers._calls import NAME, arguments
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._machine import Output
@@ -15,15 +15,16 @@ from tokenspeed.chat.parsers._scanner import Reading, Scanner
 
 OPEN, CLOSE = "<|tool_call:begin|>", "<|tool_call:end|>"
 NAME_OPEN, ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
-END = "<|end|>"
+BEGIN, CONTENT, END = "<|begin|>assistant", "<|content|>", "<|end|>"
+REASONING = ReasoningMarks("<|think|>", END + BEGIN, answer=CONTENT)
 SIGNS = ((OPEN, NAME_OPEN, ARGUMENTS),)
 FORMATS: tuple[CallFormat, ...] = ()
 
 
 def build(context: Context) -> Parser:
     """The parser for a request."""
-    silent = ("<|begin|>assistant", "<|content|>", "<|tool_calls|>", "<|calls|>", END)
-    return conversation(context, Dialect({OPEN: _call}, think=("<|think|>", END), silent=silent))
+    silent = (BEGIN, CONTENT, "<|tool_calls|>", "<|calls|>", END)
+    return conversation(context, Dialect({OPEN: _call}, think=(REASONING.open, END), silent=silent))
 
 
 def _call(scanner: Scanner, out: Output) -> Reading[bool]:

@@ -83,6 +83,12 @@ bench-control: $(VENV)/.base ## what planning costs: 128 running requests of 32k
 bench-server: $(VENV)/.base ## what the API process costs: 256 streams, a long prompt, IPC, and each stage
 	@$(BIN)/python bench/server.py $(ARGS)
 
+build/mcp/tools.json: bench/mcp_servers.txt bench/mcp_tools.py
+	@$(BIN)/python bench/mcp_tools.py build/mcp
+
+bench-grammar: $(VENV)/.test build/mcp/tools.json ## what grammars cost a token, and how much of real tool schemas they enforce
+	@$(BIN)/python bench/grammar.py build/mcp/tools.json $(ARGS)
+
 docs: $(VENV)/.check ## the documentation as HTML in build/docs, links checked
 	@$(BIN)/mkdocs build --strict --quiet --site-dir build/docs && echo "build/docs/index.html"
 

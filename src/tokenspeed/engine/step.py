@@ -252,7 +252,8 @@ class EngineLoop:
             record.key,
             record.prompt,
             max_new_tokens=record.max_tokens,
-            min_new_tokens=request.sampling.min_tokens,
+            # Where a grammar allows nothing but an end, it comes even early: that is the sampler's to see to.
+            min_new_tokens=request.sampling.min_tokens if request.sampling.grammar is None else 0,
             end_token_ids=request.end_token_ids,
             priority=request.priority,
             namespace=request.namespace,

@@ -11,6 +11,7 @@ import pytest
 from tokenspeed.grammar import SchemaError, fit_schema
 
 LOOK_AHEAD = "^(?=.*@).+$"
+DOMAIN = r"^(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z0-9][a-z0-9-]{0,61}[a-z0-9]$"  # of a public tool
 
 
 def test_a_schema_that_can_be_enforced_stays_as_it_is() -> None:
@@ -30,6 +31,11 @@ def test_a_schema_that_can_be_enforced_stays_as_it_is() -> None:
     ("schema", "left", "paths"),
     [
         ({"type": "string", "pattern": LOOK_AHEAD, "minLength": 3}, {"type": "string", "minLength": 3}, {"pattern"}),
+        (
+            {"type": "string", "pattern": DOMAIN, "maxLength": 253},
+            {"type": "string", "maxLength": 253},
+            {"pattern"},
+        ),
         ({"type": "string", "format": "weird"}, {"type": "string"}, {"format"}),
         ({"type": "string", "not": {"const": "x"}}, {"type": "string"}, {"not"}),
         ({"type": "array", "uniqueItems": True}, {"type": "array"}, {"uniqueItems"}),

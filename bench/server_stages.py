@@ -70,7 +70,8 @@ def _api_side_us(frame: bytes, handles: Sequence[int], num_steps: int) -> float:
     ours, theirs = socket.socketpair()
     frames = FrameBuffer()
     client = EngineClient(_unused, _unused, _unused)
-    client._by_handle = {handle: (f"chatcmpl-{handle:032x}.{handle}", _Sink()) for handle in handles}
+    sink = _Sink()
+    client._by_handle = {handle: (f"chatcmpl-{handle:032x}.{handle}", sink.push_tokens, sink) for handle in handles}
 
     def step() -> None:
         for body in frames.feed(ours.recv(1 << 20)):

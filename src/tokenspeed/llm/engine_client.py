@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from tokenspeed.core.config import EngineConfig
@@ -80,7 +80,7 @@ class EngineClient:
         self._frames = FrameBuffer()
         self._knows_vocabulary = False
         self._sinks: dict[str, tuple[int, Sink]] = {}  # with the handle
-        self._by_handle: dict[int, tuple[str, Sink]] = {}
+        self._by_handle: dict[int, tuple[str, Callable[[str, Sequence[int]], None], Sink]] = {}
         self._num_submitted = 0
         self._info: EngineInfo | None = None
         self._death: EngineDeadError | None = None
@@ -155,7 +155,7 @@ class EngineClient:
         self._num_submitted += 1
         handle = self._num_submitted & _HANDLE_MAX
         self._sinks[request.request_id] = handle, sink
-        self._by_handle[handle] = request.request_id, sink
+        self._by_handle[handle] = request.request_id, sink.push_tokens, sink
         self._send(Submit(request, handle))
 
     @property
@@ -298,15 +298,17 @@ class EngineClient:
                 self._broke(update.request_id, known[1])
 
     def _dispatch_tokens(self, message: Updates) -> None:
-        token_ids, start = unpack_ids(message.token_ids), 0
-        for handle, count in zip(unpack_ids(message.handles), unpack_ids(message.counts), strict=True):
-            known = self._by_handle.get(handle)
-            if known is not None:
-                try:
-                    known[1].push_tokens(known[0], token_ids[start : start + count])
-                except Exception:  # noqa: BLE001 contained, see _broke
-                    self._broke(*known)
-            start += count
+        token_ids, counts = unpack_ids(message.token_ids), unpack_ids(message.counts)
+        pieces = zip(token_ids, strict=True) if len(token_ids) == len(counts) else _cut(token_ids, counts)
+        found = map(self._by_handle.get, unpack_ids(message.handles))
+        for known, piece in zip(found, pieces, strict=True):
+            if known is None:
+                continue  # as in _dispatch
+            request_id, push, sink = known
+            try:
+                push(request_id, piece)
+            except Exception:  # noqa: BLE001 contained, see _broke
+                self._broke(request_id, sink)
 
     def _tell_cache(self, changes: CacheChanges) -> None:
         if self._on_cache is not None:  # else the watch ended while the message was on its way
@@ -340,6 +342,13 @@ class EngineClient:
         self._sinks, self._by_handle = {}, {}
         for sink in sinks:
             sink.fail(error)
+
+
+def _cut(token_ids: Sequence[int], counts: Sequence[int]) -> Iterator[Sequence[int]]:
+    start = 0
+    for count in counts:
+        yield token_ids[start : start + count]
+        start += count
 
 
 async def _launched(launch: Callable[[], Engine]) -> Engine:

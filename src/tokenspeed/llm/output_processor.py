@@ -218,8 +218,13 @@ class RequestStream:
 
     def push_tokens(self, sequence_id: str, token_ids: Sequence[int]) -> None:
         """Take an update of one of the sequences that holds some tokens and nothing else."""
-        sequence = self._sequences[sequence_id]
-        self._take_in(sequence_id, sequence, sequence.push_tokens(token_ids), True)
+        sequence = self._only or self._sequences[sequence_id]
+        if sequence.push_tokens(token_ids) or self._first_token is None:
+            self._take_in(sequence_id, sequence, sequence.finish_reason is not None, True)
+            return
+        waiting = self._waiting
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def _take_in(self, sequence_id: str, sequence: SequenceText, was_stopped: bool, has_tokens: bool) -> None:
         if has_tokens and self._first_token is None:

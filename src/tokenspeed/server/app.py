@@ -56,7 +56,7 @@ from tokenspeed.server.sampling import request_priority
 from tokenspeed.server.served import Patience, Served, ServedLLM
 from tokenspeed.server.session_list import SessionList
 from tokenspeed.server.sessions import hold_for, session_of
-from tokenspeed.server.sse import DirectWrites, EventStream
+from tokenspeed.server.sse import EventStream
 from tokenspeed.server.turn import reply_to
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
@@ -99,7 +99,6 @@ def create_app(
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))
-    middleware.insert(0, Middleware(DirectWrites))
     routes, handlers = _routes(served, store or ResponsesStore()), {HTTPException: _http_exception}
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.served = served

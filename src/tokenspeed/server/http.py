@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.types import ASGIApp
 
+from tokenspeed.server.sse import DirectWrites
+
 T = TypeVar("T")
 
 DRAIN_S = 10
@@ -24,7 +26,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 def http_config(app: ASGIApp) -> uvicorn.Config:
     """How `app` is served. Running requests have DRAIN_S to finish when it ends."""
     return uvicorn.Config(
-        app,
+        DirectWrites(app),
         log_config=None,
         access_log=False,
         lifespan="off",

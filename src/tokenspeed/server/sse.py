@@ -44,7 +44,7 @@ def error_frame(failure: Failure) -> bytes:
 
 class DirectWrites:
     """An application whose event streams write past what others wrap around `send`: of a body that has begun, nothing
-    is left for them to see. To be put where `send` is as plain as possible."""
+    is left for them to see. To be put around all of them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

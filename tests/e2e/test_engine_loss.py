@@ -35,7 +35,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for listing in listings for child in listing.read_text().split()]
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, "it did not come to that in time"

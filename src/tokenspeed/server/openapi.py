@@ -27,7 +27,7 @@ _REASONS = {
     413: "The body is too large.",
     429: "Too many requests wait; retry after the seconds of Retry-After.",
     500: "The server failed; its log says how.",
-    503: "The engine has stopped.",
+    503: "The engine has ended and is started again; retry after the seconds of Retry-After.",
     529: "Too many requests wait; retry after the seconds of Retry-After.",
 }
 

@@ -104,6 +104,7 @@ BASES: list[tuple[str, dict[str, Any], type]] = [
     ("/v1/responses", RESPONSES, ResponsesBody),
     ("/v1/responses", {**RESPONSES, "stream": True}, ResponsesBody),
     ("/v1/responses/input_tokens", RESPONSES, ResponsesBody),
+    ("/v1/responses/compact", RESPONSES, ResponsesBody),
     ("/tokenize", {"prompt": "hello", "return_token_strs": True}, TokenizeBody),
     ("/tokenize", {name: CHAT[name] for name in ("messages", "tools")}, TokenizeBody),
     ("/detokenize", {"tokens": [1, 2, 3]}, DetokenizeBody),
@@ -187,8 +188,9 @@ def _by_name(dice: random.Random) -> Sent:
     name = dice.choice(ODD_NAMES)
     method, path = dice.choice((
         ("GET", f"/v1/responses/{name}"), ("DELETE", f"/v1/responses/{name}"), ("GET", f"/v1/models/{name}"),
-        ("POST", f"/v1/responses/{name}/cancel"), ("GET", "/v1/messages"), ("DELETE", "/v1/chat/completions"),
-        ("POST", f"/v1/{name}"), ("PUT", "/tokenize"), ("POST", "/v1/messages/batches"),
+        ("POST", f"/v1/responses/{name}/cancel"), ("GET", f"/v1/responses/{name}/input_items?order=asc"),
+        ("GET", f"/v1/responses/x/input_items?limit={name}"), ("GET", "/v1/messages"), ("PUT", "/tokenize"),
+        ("DELETE", "/v1/chat/completions"), ("POST", f"/v1/{name}"), ("POST", "/v1/messages/batches"),
     ))  # fmt: skip
     return Sent(method, path, b"", {}, ("odd name",))
 

@@ -61,8 +61,8 @@ async def input_items(store: ResponsesStore, _: Served, request: Request) -> Res
     if order not in ("asc", "desc"):
         raise InvalidRequestError(f"order is {order!r}; use asc or desc", "order")
     limit = asked.get("limit", str(_ITEMS_DEFAULT))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= _ITEMS_MAX):
-        raise InvalidRequestError(f"limit is {limit!r}; use 1 to {_ITEMS_MAX}", "limit")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= _ITEMS_MAX):
+        raise InvalidRequestError(f"limit is {limit[:20]!r}; use 1 to {_ITEMS_MAX}", "limit")
     items = [input_item(item, f"{response_id}/{index}") for index, item in enumerate(store.input(response_id))]
     if order == "desc":
         items.reverse()

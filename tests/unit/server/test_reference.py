@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import msgspec
 import pytest
 
@@ -20,6 +21,12 @@ from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm import sampling
 
 DOCS = Path(__file__).parents[3] / "docs"
+ANSWERS = {
+    "chat.completion": "/v1/chat/completions",
+    "text_completion": "/v1/completions",
+    "message": "/v1/messages",
+    "response": "/v1/responses",
+}
 
 
 def rows(page: str, heading: str) -> Iterator[list[str]]:
@@ -133,3 +140,23 @@ def test_every_sampling_parameter_is_on_its_page_with_its_default() -> None:
             assert said in ("none", "drawn", "what the context leaves"), name
     own = {name for name, default in written.items() if default.endswith(", own")}
     assert own == set(sampling._DEFAULT_FIELDS)
+
+
+def test_every_endpoint_is_on_the_page_of_the_api(shared: Any) -> None:
+    written = {row[0].strip("`") for row in rows("api.md", "Endpoints")}
+    made = shared.client.get("/openapi.json").json()
+    assert written == {f"{method.upper()} {path}" for path, methods in made["paths"].items() for method in methods}
+
+
+def test_the_examples_of_the_api_are_json_that_the_document_describes(shared: Any) -> None:
+    made = shared.client.get("/openapi.json").json()
+    checked = 0
+    for text in re.findall(r"```json\n(.*?)\n```", (DOCS / "api.md").read_text(), re.DOTALL):
+        answer = json.loads(text)
+        path = ANSWERS.get(str(answer.get("object") or answer.get("type")))
+        if path is None:
+            continue
+        content = made["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+        jsonschema_rs.validate({**content, "components": made["components"]}, answer)
+        checked += 1
+    assert checked >= 4

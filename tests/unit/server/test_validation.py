@@ -91,6 +91,13 @@ def test_the_type_of_an_item_is_text(shared: Any, kind: object) -> None:
             assert response.json()["error"]["param"] == "input[1].type"
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "x", "", "1e2", "9" * 5_000, "%C2%B2"])
+def test_the_size_of_a_page_is_a_small_number(shared: Any, limit: str) -> None:
+    response = shared.client.get(f"/v1/responses/x/input_items?limit={limit}")
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "limit"
+
+
 def test_what_an_error_quotes_steers_no_terminal(shared: Any) -> None:
     for path in (CHAT, "/v1/messages"):
         body = {"messages": [{"role": "\x1b[31m\r\n\u202e", "content": "hi"}]}

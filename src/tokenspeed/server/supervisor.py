@@ -30,7 +30,7 @@ class Mortal(Protocol):
         ...
 
     async def restart(self) -> None:
-        """Put a new engine in place of the dead one. Raises StartError."""
+        """Put a new engine in place of the dead one. Raises StartError, and OSError when no process can be had."""
         ...
 
 
@@ -70,7 +70,7 @@ async def supervise(
             await sleep(wait_s)
             try:
                 await llm.restart()
-            except StartError as error:
+            except (StartError, OSError) as error:  # the latter where the machine has no room for a process
                 cause = f"the engine cannot start: {error}"
                 num_quick += 1
             else:

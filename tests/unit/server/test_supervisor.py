@@ -40,7 +40,7 @@ class FakeEngine:
         self.num_starts += 1
         self.now_s += START_S
         if self.num_starts - 1 in self.bad_starts:
-            raise StartError("no room")
+            raise (StartError, OSError)[self.num_starts % 2]("no room")
 
     async def sleep(self, wait_s: float) -> None:
         self.waits_s.append(wait_s)

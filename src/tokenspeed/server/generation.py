@@ -247,6 +247,8 @@ class _Watch:
             if now is not None and self._first_token_s is None:
                 self._first_token_s, self._times = now, output.times
                 self._metrics.observe_first_token(now - self._arrived_s)
+                if self._session is not None:
+                    self._sessions.answering(self._session, len(output.prompt_token_ids))
 
     def saw_tokens(self, choice: int, num_tokens: int) -> float | None:
         """A choice has so many tokens. Returns the time if that is news."""

@@ -81,6 +81,10 @@ class SessionBook:
         session.held_until = None
         self._forget_beyond_limits()
 
+    def answering(self, key: str, num_prompt: int) -> None:
+        """The first token of a reply to a prompt of this length has come."""
+        self._seen(key).context_len = num_prompt
+
     def refused(self, key: str) -> None:
         """The request was turned away."""
         session = self._seen(key)

@@ -50,6 +50,13 @@ def test_sums_and_the_last_reply() -> None:
     assert (card.first_seen, card.last_seen) == (1000.0, 1005.0)
 
 
+def test_a_session_that_is_being_answered_shows_its_prompt() -> None:
+    book = SessionBook(Clock())
+    book.began("s")
+    book.answering("s", 90)
+    assert (only(book).context_tokens, only(book).prompt_tokens, only(book).running) == (90, 0, 1)
+
+
 def test_what_broke_off_is_no_turn_and_nothing_is_held_of_it() -> None:
     book = SessionBook(Clock())
     book.began("s")
@@ -117,6 +124,14 @@ def test_hashes_are_bounded_too() -> None:
     assert 5 <= len(book) <= 12
     book.compare("long", chat(*map(str, range(2000))))
     assert [card.session for card in book.listing(any_held=False).data] == ["long"], "the newest always stays"
+
+
+def test_a_session_that_comes_again_and_again_is_counted_once() -> None:
+    book = SessionBook(Clock(), num_hashes_max=500)
+    book.compare("other", chat("a"))
+    for number in range(100):
+        book.compare("s", chat(*(str(index) for index in range(10 + number))))
+    assert len(book) == 2
 
 
 def test_the_answer_is_json_of_the_struct() -> None:

@@ -25,9 +25,9 @@ from tokenspeed.core.errors import CapacityExceededError, ConfigError, ContextLe
 from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.core.request import EngineRequest, Retention, SamplingParams, pack_ids
 from tokenspeed.llm.grammars import checked_grammar
-from tokenspeed.llm.piece_cache import Encoded
 from tokenspeed.llm.retention import checked_priority, checked_retention, checked_seconds
 from tokenspeed.llm.sampling import checked, default_sampling, sequence_seed
+from tokenspeed.llm.token_ids import TokenIds
 
 __all__ = [
     "ChatPrompt",
@@ -86,8 +86,8 @@ class TextCodec(Protocol):
     @property
     def controls(self) -> ControlTexts: ...
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]: ...
-    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> Encoded: ...
-    def encode_marked(self, text: str, mark: str) -> Encoded: ...
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds: ...
+    def encode_marked(self, text: str, mark: str) -> TokenIds: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
 
@@ -97,7 +97,7 @@ class ProcessedRequest:
     """One request: its prompt, the parameters that hold, and one engine request for each of n sequences.
     eos_ids: the model's end-of-sequence ids, which end a sequence without being its stop_reason."""
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     params: SamplingParams
     sequences: tuple[EngineRequest, ...]
     eos_ids: frozenset[int]
@@ -149,7 +149,7 @@ class InputProcessor:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, each known to the model. Raises InvalidRequestError."""
-        return list(self._encoded(prompt).ids)
+        return list(self._encoded(prompt))
 
     def process(
         self,
@@ -170,14 +170,13 @@ class InputProcessor:
         checked_priority(priority, "priority")
         if params.grammar is not None:
             checked_grammar(params.grammar)
-        encoded = self._encoded(prompt)
-        ids = encoded.ids
+        ids = self._encoded(prompt)
         params = self._fitted(params, len(ids), _PARAM[type(prompt)])
         eos_ids = () if params.ignore_eos else self._eos_ids
         forced = self._forced_ids(ids)
         whole = EngineRequest(
             request_id=request_id,
-            token_ids=encoded.packed,
+            token_ids=ids.packed,
             sampling=params,
             end_token_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
             priority=priority,
@@ -189,20 +188,20 @@ class InputProcessor:
         sequences = tuple(_sequence(whole, index) for index in range(params.n))
         return ProcessedRequest(ids, params, sequences, frozenset(self._eos_ids))
 
-    def _encoded(self, prompt: Prompt) -> Encoded:
+    def _encoded(self, prompt: Prompt) -> TokenIds:
         match prompt:
             case TextPrompt(text, add_special_tokens):
                 self._require_room(text, "prompt")
-                encoded = self._tokenizer.encode_prompt(text, add_special_tokens=add_special_tokens)
+                ids = self._tokenizer.encode_prompt(text, add_special_tokens=add_special_tokens)
             case ChatPrompt():
-                encoded = self._encode_chat(prompt)
+                ids = self._encode_chat(prompt)
             case TokensPrompt(token_ids):
-                encoded = Encoded.of(self._known(token_ids))
-        if not encoded.ids:
+                ids = TokenIds.of(self._known(token_ids))
+        if not ids:
             raise InvalidRequestError("the prompt is empty; it must hold at least one token", _PARAM[type(prompt)])
-        return encoded
+        return ids
 
-    def _encode_chat(self, prompt: ChatPrompt) -> Encoded:
+    def _encode_chat(self, prompt: ChatPrompt) -> TokenIds:
         """Control text inside data stays text."""
         marked = mark_data(prompt.messages, prompt.tools, self._tokenizer.controls)
         if marked is None:

@@ -6,6 +6,8 @@ Structs, since some are made for every token and a frozen dataclass takes severa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from tokenspeed.core.request import FinishReason
@@ -57,7 +59,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     entry is None. `finished` says that all completions have ended."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     outputs: tuple[CompletionOutput, ...]
     cached_len: int
     finished: bool

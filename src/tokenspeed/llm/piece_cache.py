@@ -13,8 +13,7 @@ import re
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 from tokenizers import Tokenizer
 
@@ -24,37 +23,22 @@ from tokenspeed.llm.cuts import Cuts
 BLOCK_CHARS = 8192
 PIECE_CHARS = 512
 BYTES_MAX = 128 * 1024 * 1024
-_ENTRY_BYTES = 512  # what Python needs for the objects of an entry, about
+_ENTRY_BYTES = 256  # what Python needs for the objects of an entry, about
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Token ids as numbers, and as pack_ids writes them."""
-
-    ids: tuple[int, ...]
-    packed: bytes
-
-    @classmethod
-    def of(cls, ids: Sequence[int]) -> Encoded:
-        """Both forms of `ids`."""
-        return cls(tuple(ids), pack_ids(ids))
 
 
 class PieceCache:
     """Encodes with `engine`, without the tokens that surround a text. May be called from several threads at once.
 
-    cuts: where texts may be cut; without it every text is one piece. ints: all token ids, in order: one object for
-    each, however often it is remembered.
+    cuts: where texts may be cut; without it every text is one piece.
     """
 
-    def __init__(self, engine: Tokenizer, cuts: Cuts | None, ints: Sequence[int], bytes_max: int = BYTES_MAX) -> None:
+    def __init__(self, engine: Tokenizer, cuts: Cuts | None, bytes_max: int = BYTES_MAX) -> None:
         self._engine = engine
         self._cuts = cuts
-        self._ints = ints
         self._bytes_max = bytes_max
         self._num_bytes = 0
-        self._entries: OrderedDict[str, Encoded] = OrderedDict()
+        self._entries: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -62,8 +46,8 @@ class PieceCache:
         """Memory that is in use, about."""
         return self._num_bytes
 
-    def encode(self, text: str) -> list[Encoded]:
-        """The encoded parts of `text`, in order."""
+    def encode(self, text: str) -> list[bytes]:
+        """The packed ids of the parts of `text`, in order."""
         blocks = list(self._parts(text, BLOCK_CHARS, len(text)))
         with self._lock:
             known = self._recall(blocks)
@@ -75,7 +59,7 @@ class PieceCache:
         known |= fresh
         for block, parts in pieces.items():
             if len(parts) > 1:
-                known[block] = joined([known[part] for part in parts])
+                known[block] = b"".join([known[part] for part in parts])
                 if block is not blocks[-1]:  # the end of a text is soon the beginning of a longer block
                     fresh[block] = known[block]
         with self._lock:
@@ -91,41 +75,30 @@ class PieceCache:
         if start < len(text):
             yield text[start:]
 
-    def _encode_all(self, parts: Iterable[str]) -> dict[str, Encoded]:
+    def _encode_all(self, parts: Iterable[str]) -> dict[str, bytes]:
         parts = list(parts)
         texts = [without_surrogates(part) for part in parts]
         encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
-        return {part: self._encoded(encoding.ids) for part, encoding in zip(parts, encodings, strict=True)}
+        return {part: pack_ids(encoding.ids) for part, encoding in zip(parts, encodings, strict=True)}
 
-    def _encoded(self, ids: list[int]) -> Encoded:
-        return Encoded.of([self._ints[token_id] for token_id in ids])
-
-    def _recall(self, parts: Iterable[str]) -> dict[str, Encoded]:
+    def _recall(self, parts: Iterable[str]) -> dict[str, bytes]:
         """What is remembered of these parts."""
         entries = self._entries
-        known: dict[str, Encoded] = {}
+        known: dict[str, bytes] = {}
         for part in parts:
-            encoded = entries.get(part)
-            if encoded is not None:
+            ids = entries.get(part)
+            if ids is not None:
                 entries.move_to_end(part)
-                known[part] = encoded
+                known[part] = ids
         return known
 
-    def _remember(self, fresh: Mapping[str, Encoded]) -> None:
-        for part, encoded in fresh.items():
+    def _remember(self, fresh: Mapping[str, bytes]) -> None:
+        for part, ids in fresh.items():
             if part not in self._entries:
-                self._entries[part] = encoded
-                self._num_bytes += _num_bytes(part, encoded)
+                self._entries[part] = ids
+                self._num_bytes += _num_bytes(part, ids)
         while self._num_bytes > self._bytes_max:
             self._num_bytes -= _num_bytes(*self._entries.popitem(last=False))
-
-
-def joined(parts: list[Encoded]) -> Encoded:
-    """One after the other."""
-    ids: list[int] = []
-    for part in parts:
-        ids += part.ids
-    return Encoded(tuple(ids), b"".join([part.packed for part in parts]))
 
 
 def without_surrogates(text: str) -> str:
@@ -133,5 +106,5 @@ def without_surrogates(text: str) -> str:
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
-def _num_bytes(part: str, encoded: Encoded) -> int:
-    return _ENTRY_BYTES + sys.getsizeof(part) + 12 * len(encoded.ids)
+def _num_bytes(part: str, ids: bytes) -> int:
+    return _ENTRY_BYTES + sys.getsizeof(part) + sys.getsizeof(ids)

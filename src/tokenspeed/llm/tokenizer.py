@@ -14,8 +14,10 @@ from tokenizers import Tokenizer as Engine
 
 from tokenspeed.chat.control_text import ControlTexts
 from tokenspeed.checkpoints import GgufVocabulary, TokenizerFile, TokenizerSource
+from tokenspeed.core.request import pack_ids
 from tokenspeed.llm.gguf_tokenizer import build_gguf
-from tokenspeed.llm.piece_cache import Encoded, PieceCache, joined, without_surrogates
+from tokenspeed.llm.piece_cache import PieceCache, without_surrogates
+from tokenspeed.llm.token_ids import TokenIds
 from tokenspeed.llm.tokenizer_file import build_file
 from tokenspeed.llm.vocabulary import Vocabulary
 
@@ -35,9 +37,8 @@ class Tokenizer:
         ordinary = set(self._added[False])
         self.control_texts = tuple(text for text in self._added[True] if text not in ordinary and len(text) > 1)
         self.controls = ControlTexts(self.control_texts)
-        ints = tuple(range(vocabulary.size))
-        self._cache = PieceCache(vocabulary.engine, vocabulary.cuts, ints)
-        self._plain_cache = PieceCache(vocabulary.plain, None, ints, PLAIN_BYTES_MAX)
+        self._cache = PieceCache(vocabulary.engine, vocabulary.cuts)
+        self._plain_cache = PieceCache(vocabulary.plain, None, PLAIN_BYTES_MAX)
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
@@ -60,37 +61,37 @@ class Tokenizer:
         parse_special: the text of a control token becomes that token; with False it is ordinary text, for data.
         """
         if parse_special:
-            return list(self.encode_prompt(text, add_special_tokens=add_special_tokens).ids)
-        text = without_surrogates(text)
-        ids: list[int] = self._vocabulary.plain.encode(self._led(text, False), add_special_tokens=False).ids
-        return list(self._surrounded(Encoded.of(ids)).ids) if add_special_tokens else ids
+            return list(self.encode_prompt(text, add_special_tokens=add_special_tokens))
+        text = self._led(without_surrogates(text), False)
+        ids: list[int] = self._vocabulary.plain.encode(text, add_special_tokens=False).ids
+        return list(self._surrounded(TokenIds.of(ids))) if add_special_tokens else ids
 
-    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> Encoded:
-        """As encode, in both forms of ids. What a text has in common with those encoded lately is not encoded again."""
-        encoded = joined(self._cache.encode(self._led(text, True)))
-        return self._surrounded(encoded) if add_special_tokens else encoded
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+        """As encode. What a text has in common with those encoded lately is not encoded again."""
+        ids = TokenIds(b"".join(self._cache.encode(self._led(text, True))))
+        return self._surrounded(ids) if add_special_tokens else ids
 
-    def encode_marked(self, text: str, mark: str) -> Encoded:
+    def encode_marked(self, text: str, mark: str) -> TokenIds:
         """Token ids of a rendered conversation in which control texts that are data are broken by `mark` after their
         first character: each becomes ordinary tokens, alone, and the rest is encoded as by `encode`. Marks vanish."""
-        parts: list[Encoded] = []
+        parts: list[bytes] = []
         for index, piece in enumerate(self._split_at_marks(text, mark)):
             clean = piece.replace(mark, "")
             if index == 0:
                 clean = self._led(clean, True)
             parts += self._plain_cache.encode(clean) if index % 2 else self._cache.encode(clean)
-        return joined(parts)
+        return TokenIds(b"".join(parts))
 
     def _led(self, text: str, parse_special: bool) -> str:
         """The text with what the vocabulary puts before it."""
         lead = self._vocabulary.lead
         return lead + text if lead and text and not text.startswith(self._added[parse_special]) else text
 
-    def _surrounded(self, encoded: Encoded) -> Encoded:
+    def _surrounded(self, ids: TokenIds) -> TokenIds:
         prefix, suffix = self._vocabulary.prefix_ids, self._vocabulary.suffix_ids
-        if encoded.ids[: len(prefix)] == prefix:
+        if ids[: len(prefix)] == prefix:
             prefix = ()
-        return joined([Encoded.of(prefix), encoded, Encoded.of(suffix)]) if prefix or suffix else encoded
+        return TokenIds(pack_ids(prefix) + ids.packed + pack_ids(suffix)) if prefix or suffix else ids
 
     def _split_at_marks(self, text: str, mark: str) -> list[str]:
         """Ordinary text and broken control text in turn; of several control texts at one place, the longest."""

@@ -163,7 +163,7 @@ def test_marked_control_texts_are_encoded_as_data_alone_and_the_rest_as_ever(par
                 engine = vocabulary.plain if place % 2 else vocabulary.engine
                 expected += engine.encode(clean, add_special_tokens=False).ids
         encoded = tokenizer.encode_marked(text, mark)
-        assert list(encoded.ids) == expected
+        assert list(encoded) == expected
         assert encoded.packed == pack_ids(expected)
 
 

@@ -154,7 +154,7 @@ def test_control_text_in_data_becomes_no_control_token(fixture: str, request: py
     assert len(control) == len(tokenizer.control_texts) > 0
     for text in tokenizer.control_texts[:40]:
         data = f"x{text}y {text}"
-        ids = tokenizer.encode_marked(f"{real}{data.replace(text, text[0] + mark + text[1:])}{real}", mark).ids
+        ids = tokenizer.encode_marked(f"{real}{data.replace(text, text[0] + mark + text[1:])}{real}", mark)
         inside = ids[1:-1]
         assert ids[0] == ids[-1] == tokenizer.encode(real, add_special_tokens=False)[0]
         assert not control & set(inside), text

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ _HEADERS = ("traceparent", "tracestate")
 _PROTOCOL = "http/protobuf"
 _SERVICE = "tokenspeed"
 _NS = 1_000_000_000
+_LAST_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -54,9 +56,10 @@ def open_tracer(settings: TraceSettings | None, model_name: str) -> Tracer | Non
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # it reads endpoint and headers itself
+    exporter = OTLPSpanExporter()  # it reads endpoint and headers itself
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     _log.info("spans of requests go to %s", settings.url)
-    return Tracer(provider, model_name)
+    return Tracer(provider, model_name, exporter.shutdown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +72,13 @@ class _Phase:
 
 
 class Tracer:
-    """Makes the spans of requests. `record` only queues; a thread of the provider sends."""
+    """Makes the spans of requests. `record` only queues; a thread of the provider sends. give_up: lets what is being
+    sent fail at once."""
 
-    def __init__(self, provider: TracerProvider, model_name: str) -> None:
+    def __init__(self, provider: TracerProvider, model_name: str, give_up: Callable[[], object] = lambda: None) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider, self._model_name = provider, model_name
+        self._provider, self._model_name, self._give_up = provider, model_name, give_up
         self._tracer = provider.get_tracer(_SERVICE, __version__)
         self._read_headers = TraceContextTextMapPropagator().extract
 
@@ -100,8 +104,11 @@ class Tracer:
         span.end(arrived_ns + int(summary.total_s * _NS))
 
     def close(self) -> None:
-        """Send what is queued; waits for the collector, but not for long."""
-        self._provider.force_flush(2000)
+        """Send what is queued; a collector that does not take it is not waited for."""
+        sending = threading.Thread(target=self._provider.force_flush, name="tokenspeed-last-spans", daemon=True)
+        sending.start()
+        sending.join(_LAST_S)
+        self._give_up()
         self._provider.shutdown()
 
     def _context(self, headers: Mapping[str, str]) -> Context:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -157,6 +159,23 @@ def test_a_tracer_opens_and_closes_with_nobody_there(monkeypatch: pytest.MonkeyP
     provider: Any = tracer._provider
     assert provider.resource.attributes["service.name"] == "tokenspeed"
     tracer.close()
+
+
+def test_a_collector_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_LAST_S", 0.05)
+    given_up = threading.Event()
+
+    class Stuck(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            given_up.wait(60.0)
+            return SpanExportResult.FAILURE
+
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(Stuck()))
+    tracer = Tracer(provider, "m", given_up.set)
+    tracer.record(SUMMARY, {})
+    tracer.close()
+    assert given_up.is_set()
 
 
 def test_without_a_collector_nothing_is_loaded() -> None:

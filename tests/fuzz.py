@@ -247,8 +247,8 @@ def repeat(dice: random.Random, body: Any, kind: type) -> Any:
     lists = [holder[key] for holder, key in places(body) if isinstance(holder[key], list)]
     if lists:
         chosen, times = dice.choice(lists), dice.choice((2, 30, 400))
-        if len(json.dumps(chosen)) * times <= BYTES_MAX:
-            chosen *= times
+        if len(json.dumps(body)) + len(json.dumps(chosen)) * times <= BYTES_MAX:
+            chosen += [copy.deepcopy(each) for _ in range(times - 1) for each in chosen]
     return body
 
 

@@ -39,12 +39,18 @@ class Client:
     def send(self, sent: Sent) -> tuple[int, str, str]:
         """(status, content type, text)."""
         try:
+            return self._send(sent)
+        except (http.client.RemoteDisconnected, ConnectionError):  # it had been idle for too long
+            self._connection.close()
+            return self._send(sent)
+
+    def _send(self, sent: Sent) -> tuple[int, str, str]:
+        try:
             self._connection.request(sent.method, sent.path, sent.content, sent.headers)
             response = self._connection.getresponse()
             text = response.read().decode()
-        except (http.client.HTTPException, ConnectionError) as error:
-            self._connection.close()
-            raise AssertionError(f"no answer: {error!r}") from error
+        except http.client.IncompleteRead as error:
+            raise AssertionError(f"half an answer: {error!r}") from error
         return response.status, response.headers.get("content-type", ""), text
 
     def close(self) -> None:
@@ -79,7 +85,7 @@ def ask(client: Client, number: int) -> int:
     try:
         answer = client.send(sent)
         check(sent, *answer)
-    except (AssertionError, ValueError, KeyError, TypeError) as error:
+    except (AssertionError, OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
         shown = f"{sent.method} {sent.path} {sent.headers} {sent.content[:600]!r}"
         pytest.fail(f"request {number} of seed {SEED} ({', '.join(sent.what)}): {error}\n{shown}")
     return answer[0]

@@ -35,7 +35,7 @@ import uvicorn
 import server_stages
 from server_engine import StandIn
 from tokenspeed.checkpoints import open_model
-from tokenspeed.core.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from tokenspeed.core.config import EngineConfig, LoadFormat, ModelConfig, SchedulerConfig, ServerConfig
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.llm.engine_client import EngineClient
 from tokenspeed.llm.tokenizer import Tokenizer
@@ -58,9 +58,12 @@ TOOL = {
 }
 
 
-def engine_config() -> EngineConfig:
-    """As a user would have it, for many requests."""
-    return EngineConfig(model=ModelConfig(model=MODEL), scheduler=SchedulerConfig(max_num_seqs=1024))
+def engine_config(model: str) -> EngineConfig:
+    """As a user would have it, for many requests. Of the model only its tokenizer and template are used; the folder of
+    a scripted model will do."""
+    load_format: LoadFormat = "scripted" if Path(model).is_dir() else "auto"
+    named = ModelConfig(model=model, load_format=load_format)
+    return EngineConfig(model=named, scheduler=SchedulerConfig(max_num_seqs=1024))
 
 
 class _Connected:
@@ -86,14 +89,13 @@ class _Connected:
         """It has none to tell."""
 
 
-def api_process(path: str, core: int) -> None:
+def api_process(path: str, core: int, model: str) -> None:
     """The server, for as long as its engine is there. Says its port."""
     os.sched_setaffinity(0, {core})
-    http.run(_serve_api(path))
+    http.run(_serve_api(path, engine_config(model)))
 
 
-async def _serve_api(path: str) -> None:
-    config = engine_config()
+async def _serve_api(path: str, config: EngineConfig) -> None:
     source = open_model(config.model, None)
     assert source.tokenizer is not None
     client = await EngineClient.start(lambda: _Connected(path), config)
@@ -129,14 +131,14 @@ class Api:
 
 
 @contextlib.contextmanager
-def api(cores: Sequence[int]) -> Iterator[Api]:
+def api(cores: Sequence[int], model: str = MODEL) -> Iterator[Api]:
     """A server on the first core; this process goes to the last one."""
     os.sched_setaffinity(0, {cores[-1]})
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         path = str(Path(folder) / "engine.sock")
         listener.bind(path)
         listener.listen(1)
-        command = [sys.executable, __file__, "--api", path, "--core", str(cores[0])]
+        command = [sys.executable, __file__, "--api", path, "--core", str(cores[0]), "--model", model]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             listener.settimeout(WAIT_S_MAX)
@@ -316,20 +318,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3, help="the best counts: others only add")
     parser.add_argument("--prompt-tokens", type=int, default=50_000, help="0 leaves this part out")
+    parser.add_argument("--model", default=MODEL, help="whose tokenizer and template are used")
     parser.add_argument("--api", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--core", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.api:
-        api_process(options.api, options.core)
+        api_process(options.api, options.core, options.model)
         return
     cores = sorted(os.sched_getaffinity(0))
-    source = open_model(engine_config().model, None)
+    source = open_model(engine_config(options.model).model, None)
     assert source.tokenizer is not None
     tokenizer = Tokenizer.from_source(source.tokenizer)
     ids = spoken(tokenizer)
     print(f"{options.streams} streams, {options.steps} steps, best of {options.rounds} rounds", flush=True)
     results: dict[str, float] = {}
-    with api(cores) as served:
+    with api(cores, options.model) as served:
         for num_tokens, name in ((1, "one token an event"), (4, "four tokens an event")):
             runs = [
                 run_streams(served, ids, num_streams=options.streams, num_steps=options.steps, num_tokens=num_tokens)

@@ -140,6 +140,16 @@ def deepseek_dsml(calls: Sequence[Call]) -> str:
     return f"<｜DSML｜tool_calls>\n{''.join(each)}</｜DSML｜tool_calls>"
 
 
+def step3(calls: Sequence[Call]) -> str:
+    each = (
+        f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{n}">'
+        + "".join(f'<steptml:parameter name="{k}">{bare(v)}</steptml:parameter>' for k, v in a.items())
+        + "</steptml:invoke><｜tool_call_end｜>"
+        for n, a in calls
+    )
+    return f"<｜tool_calls_begin｜>\n{''.join(each)}<｜tool_calls_end｜>"
+
+
 def hunyuan_v3(calls: Sequence[Call]) -> str:
     tags = "tool_call|tool_calls|tool_sep|arg_key|arg_value"
     each = (
@@ -301,7 +311,7 @@ RENDER: dict[str, Callable[[Sequence[Call]], str]] = {
         *(apertus, apriel, cohere, command_r, deepseek_dsml, deepseek_v3, deepseek_v31, ernie45, functionary_v31),
         *(functionary_v32, functools, gemma4, gigachat, glm4, gpt_oss, granite3, hermes, hunyuan_v3, internlm2),
         *(kimi_k2, kimi_k3, lfm2, llama3_json, llama_pythonic, minicpm5, minimax_m2, minimax_m3, mistral, muse_atem),
-        *(nemotron_nano_v2, none, qwen3_coder, seed_oss, solar_open, tool_calls_list),
+        *(nemotron_nano_v2, none, qwen3_coder, seed_oss, solar_open, step3, tool_calls_list),
     )
 }
 THINK = {

@@ -144,6 +144,7 @@ CLOSES = {  # what no text in a tagged value may hold, since it is what ends it
     "muse_atem": "</atem:parameter>",
     "qwen3_coder": "</parameter>",
     "seed_oss": "</parameter>",
+    "step3": "</steptml:parameter>",
 }
 DATA = [
     *(RENDER[other]([("ls_dir", {"p": "x"}), ("led_on", {})]) for other in DIALECTS),

@@ -60,6 +60,7 @@ TEMPLATES = {
     "l_call> set think_begin_token = '<seed:think>'",
     "solar_open": "<|tool_call:begin|><tool-call-id><|tool_call:name|><tool-name><|tool_call:args|><args><|tool"
     "_call:end|>",
+    "step3": '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="a"></steptml:invoke><｜tool_call_end｜>',
     "tool_calls_list": '<tool_calls>\\n{"name": <tool-name>, "arguments": <args-json-object>}\\n...\\n</tool_calls>',
 }
 ALSO = [  # other lines, and what they must not be taken for

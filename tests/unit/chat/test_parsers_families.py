@@ -68,6 +68,11 @@ DOCUMENTED = {
     "solar_open": "<|think|>R<|end|><|begin|>assistant<|content|>C<|end|><|begin|>assistant<|tool_calls|>"
     f"<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>ls_dir<|tool_call:args|>{LS_JSON}<|tool_call:end|>"
     "<|tool_call:begin|>f6g7h8i9j0<|tool_call:name|>ping<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+    "step3": "<think>R</think>C\n<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+    '<steptml:invoke name="ls_dir">\n<steptml:parameter name="p">a "b"</steptml:parameter>\n'
+    '<steptml:parameter name="n">3</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="ping"></steptml:invoke><｜tool_call_end｜>\n'
+    "<｜tool_calls_end｜>",
     "tool_calls_list": f'<think>\nR\n</think>\n<answer>\nC\n</answer>\n<tool_calls>\n{{"name": "ls_dir", "arguments": '
     f'{LS_JSON}}}\n{{"name": "ping", "arguments": {{}}}}\n</tool_calls>',
 }
@@ -134,6 +139,9 @@ ARGUMENT_K3 = '<|open|>argument key="p" type="string"<|sep|>x<|close|>argument<|
         ("nemotron_nano_v2", "<TOOLCALL>[1]</TOOLCALL>"),
         ("solar_open", "<|tool_call:begin|>a1<|tool_call:name|>ls_dir<|tool_call:args|>x<|tool_call:end|>"),
         ("solar_open", "<|tool_call:begin|>a1<|tool_call:name|>ls_dir{}<|tool_call:end|>"),
+        ("step3", "<｜tool_calls_begin｜>text"),
+        ("step3", "<｜tool_call_begin｜>function<steptml:invoke"),
+        ("step3", "<｜tool_call_begin｜>function<｜tool_sep｜>ls_dir{}"),
         ("solar_open", "<|tool_call:begin|>a1<|tool_call:args|>{}<|tool_call:end|>"),
     ],
 )

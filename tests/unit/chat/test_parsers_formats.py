@@ -31,7 +31,7 @@ TOOLS: Mapping[str, Mapping[str, object]] = {
 ARGUMENTS = ('{"p": "a \\"b\\" </tool_call>\\n``` {}"}', "{}", '{"p": "é🚆", "q": [1, {"r": null}]}')
 NO_JSON = {
     *("deepseek_dsml", "gemma4", "glm4", "hunyuan_v3", "kimi_k3", "lfm2", "llama_pythonic", "minicpm5", "minimax_m2"),
-    *("minimax_m3", "muse_atem", "qwen3_coder", "seed_oss", "solar_open"),
+    *("minimax_m3", "muse_atem", "qwen3_coder", "seed_oss", "solar_open", "step3"),
 }
 WITH_JSON = sorted({*names()} - NO_JSON)
 

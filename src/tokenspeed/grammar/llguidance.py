@@ -158,11 +158,14 @@ def _tags(tags: Tags, extra: list[dict[str, object]], lenient: bool) -> list[str
     """The rules of `body`."""
     lines = [f"value_{index}: {_value(tag, index, extra, lenient)}" for index, tag in enumerate(tags.tags)]
     if not tags.has_text:
-        lines.append("tag: " + "\n    | ".join(_form(tag, index, tag.begin) for index, tag in enumerate(tags.tags)))
+        # What stands before a tag is one literal with its begin: the library's lexer takes the longest that it can.
+        for name, before in (("first", tags.opening), ("more", tags.parting)):
+            each = (_form(tag, index, before + tag.begin) for index, tag in enumerate(tags.tags))
+            lines.append(f"{name}: " + "\n    | ".join(each))
         most = "" if tags.num_max is None else f"{{0,{tags.num_max - 1}}}"
-        more = "" if tags.num_max == 1 else f"({_text(tags.parting)} tag){most or '*'}"
+        more = "" if tags.num_max == 1 else f"more{most or '*'}"
         instead = "" if tags.instead is None else f" | {_json(tags.instead, lenient)}"
-        return [*lines, f"body: {_text(tags.opening)} tag {more} {_text(tags.closing)}{instead}"]
+        return [*lines, f"body: first {more} {_text(tags.closing)}{instead}"]
     triggers = list(dict.fromkeys(tag.trigger for tag in tags.tags))
     for place, trigger in enumerate(triggers):
         forms = [

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import msgspec
 
-from tokenspeed.chat.parsers import CallFormat, call_format, opens_reasoning, reasoning_marks
+from tokenspeed.chat.parsers import CallFormat, call_format, opens_reasoning, reasoning_marks, tagged_format
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.core.request import Grammar, Lead, ThinkingBudget
 from tokenspeed.grammar import SchemaError, Tag, Tags, as_text, fit_schema
 from tokenspeed.server.chat import Conversation
 from tokenspeed.server.formats import Form, tags_grammar
 from tokenspeed.server.served import Served
+from tokenspeed.server.tagged_arguments import tagged_lark
 
 _ANY_DIALECT = "none"
 """Its form of a call is understood in every dialect."""
@@ -71,13 +72,14 @@ def _grammar(served: Served, conversation: Conversation, schemas: Mapping[str, s
         return tags_grammar(msgspec.structs.replace(calls, instead=form.grammar.source)).grammar, True
     if not schemas or served.config.tool_grammar == "off":
         return None, False
-    tags = [_tag(form, schemas[form.name]) for form in call_format(served.dialect, schemas) or () if not form.ambiguous]
+    forms = call_format(served.dialect, schemas) or tagged_format(served.dialect, schemas) or ()
+    tags = [_tag(form, schemas[form.name]) for form in forms if not form.ambiguous]
     return (tags_grammar(Tags(tuple(tags))).grammar, True) if tags else (None, False)
 
 
 def _calls(dialect: str, schemas: Mapping[str, str], is_one: bool) -> Tags:
     """Nothing but calls, in the first form of the dialect, or in the form that all understand."""
-    formats = call_format(dialect, schemas) or call_format(_ANY_DIALECT, schemas)
+    formats = call_format(dialect, schemas) or tagged_format(dialect, schemas) or call_format(_ANY_DIALECT, schemas)
     assert formats, f"the form that every dialect understands is missing ({dialect})"
     firsts: dict[str, CallFormat] = {}
     for form in formats:
@@ -94,7 +96,10 @@ def _calls(dialect: str, schemas: Mapping[str, str], is_one: bool) -> Tags:
 
 
 def _tag(form: CallFormat, schema: str) -> Tag:
-    return Tag(form.trigger, form.begin, form.end, schema, number_end=form.number_end)
+    lark = (
+        None if form.tagged is None else tagged_lark(msgspec.json.decode(schema, type=dict[str, object]), form.tagged)
+    )
+    return Tag(form.trigger, form.begin, form.end, schema, lark, form.number_end)
 
 
 def _answer(dialect: str, form: Form) -> Grammar:

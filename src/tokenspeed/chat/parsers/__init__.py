@@ -125,6 +125,18 @@ Build = Callable[[Context], Parser]
 
 
 @dataclass(frozen=True, slots=True)
+class TaggedParameters:
+    """How a dialect tags parameters: open KEY, then before_text or before_json, VALUE close, for each; after the last
+    one, or where there are none, end. A line break in these is layout and may be missing."""
+
+    open: str
+    before_text: str
+    before_json: str
+    close: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallFormat:
     """How a dialect writes a call whose arguments are JSON: begin, the arguments, end.
 
@@ -132,7 +144,8 @@ class CallFormat:
     around the name of the tool, up to the arguments. number_end: if not empty, the number of the call, in digits, and
     then this stand between begin and the arguments. opening, parting, closing: what stands before the first call of a
     reply, between two and after the last. ambiguous: the trigger stands in answers too, so only a reply that has to be
-    a call can be held to this form. name: the tool; a dialect leaves it empty.
+    a call can be held to this form. name: the tool; a dialect leaves it empty. tagged: the arguments are no JSON but
+    parameters in tags, up to the tags' end, and then comes end.
     """
 
     trigger: str
@@ -145,6 +158,7 @@ class CallFormat:
     closing: str = ""
     ambiguous: bool = False
     name: str = ""
+    tagged: TaggedParameters | None = None
 
     @property
     def begin(self) -> str:
@@ -178,6 +192,12 @@ def call_format(dialect: str, tools: Iterable[str]) -> list[CallFormat] | None:
     arguments of the dialect are no JSON, or no fixed text leads to them. ConfigError names the dialects."""
     formats: Sequence[CallFormat] = _leaf(dialect).FORMATS
     return [replace(form, name=tool) for tool in tools for form in formats] if formats else None
+
+
+def tagged_format(dialect: str, tools: Iterable[str]) -> list[CallFormat] | None:
+    """The same for a dialect that tags its parameters; None for every other."""
+    form: CallFormat | None = vars(_leaf(dialect)).get("TAGGED")
+    return None if form is None else [replace(form, name=tool) for tool in tools]
 
 
 def reasoning_marks(dialect: str) -> ReasoningMarks:

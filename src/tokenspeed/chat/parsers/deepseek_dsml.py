@@ -7,7 +7,7 @@ The attribute says whether a value is text or JSON.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, TaggedParameters
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._tagged import BY_SCHEMA, JSON, TEXT, TaggedCall, Tags, tagged_calls
 
@@ -20,6 +20,13 @@ TAGS = Tags(PARAMETER, _KINDS, f"</{TOKEN}parameter>", (PARAMETER, INVOKE_CLOSE)
 CALL = TaggedCall(INVOKE, '">', INVOKE_CLOSE, TAGS)
 SIGNS = ((TOKEN,),)
 FORMATS: tuple[CallFormat, ...] = ()
+TAGGED = CallFormat(
+    *(INVOKE, INVOKE, '">\n', ""),
+    opening=f"<{TOKEN}{BLOCKS[0]}>\n",
+    parting="\n",
+    closing=f"\n</{TOKEN}{BLOCKS[0]}>",
+    tagged=TaggedParameters(PARAMETER, '" string="true">', '" string="false">', f"</{TOKEN}parameter>\n", INVOKE_CLOSE),
+)
 
 
 def build(context: Context) -> Parser:

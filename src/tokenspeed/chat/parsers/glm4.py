@@ -5,7 +5,7 @@ and later. Strings are written without quotes, so types come from the schema.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, TaggedParameters
 from tokenspeed.chat.parsers._calls import NAME
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._machine import Output
@@ -16,6 +16,11 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TAGS = Tags("<arg_key>", {"</arg_key>": BY_SCHEMA}, "</arg_value>", ("<arg_key>", CLOSE), value_open="<arg_value>")
 SIGNS = ((OPEN, "<arg_key>", "<arg_value>"),)
 FORMATS: tuple[CallFormat, ...] = ()
+TAGGED = CallFormat(
+    *(OPEN, OPEN, "\n", ""),
+    parting="\n",
+    tagged=TaggedParameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_key>\n<arg_value>", "</arg_value>\n", CLOSE),
+)
 
 
 def build(context: Context) -> Parser:

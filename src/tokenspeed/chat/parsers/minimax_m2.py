@@ -5,7 +5,7 @@ M2. Strings are written without quotes, so types come from the schema.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, TaggedParameters
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._tagged import BY_SCHEMA, TaggedCall, Tags, tagged_calls
 
@@ -16,6 +16,13 @@ TAGS = Tags(PARAMETER, {'">': BY_SCHEMA}, "</parameter>", (PARAMETER, INVOKE_CLO
 CALL = TaggedCall(INVOKE, '">', INVOKE_CLOSE, TAGS)
 SIGNS = ((OPEN, "<invoke name="),)
 FORMATS: tuple[CallFormat, ...] = ()
+TAGGED = CallFormat(
+    *(INVOKE, INVOKE, '">\n', ""),
+    opening=f"{OPEN}\n",
+    parting="\n",
+    closing=f"\n{CLOSE}",
+    tagged=TaggedParameters(PARAMETER, '">', '">', "</parameter>\n", INVOKE_CLOSE),
+)
 
 
 def build(context: Context) -> Parser:

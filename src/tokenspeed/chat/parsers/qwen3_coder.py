@@ -6,7 +6,7 @@ Values are written without quotes, so their types come from the schema.
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, TaggedParameters
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._machine import Output
 from tokenspeed.chat.parsers._scanner import Reading, Scanner
@@ -18,6 +18,11 @@ TAGS = Tags("<parameter=", {">": BY_SCHEMA}, "</parameter>", ("<parameter=", FUN
 CALL = TaggedCall(FUNCTION, ">", FUNCTION_CLOSE, TAGS)
 SIGNS = ((OPEN, FUNCTION, "<parameter="),)
 FORMATS: tuple[CallFormat, ...] = ()
+TAGGED = CallFormat(
+    *(OPEN, f"{OPEN}\n{FUNCTION}", ">\n", f"\n{CLOSE}"),
+    parting="\n",
+    tagged=TaggedParameters("<parameter=", ">\n", ">\n", "\n</parameter>\n", FUNCTION_CLOSE),
+)
 
 
 def build(context: Context) -> Parser:

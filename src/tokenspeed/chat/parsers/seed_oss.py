@@ -6,7 +6,7 @@ Values are written without quotes and as they are, line breaks at their ends too
 
 from __future__ import annotations
 
-from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks
+from tokenspeed.chat.parsers import CallFormat, Context, Parser, ReasoningMarks, TaggedParameters
 from tokenspeed.chat.parsers._frame import Dialect, conversation
 from tokenspeed.chat.parsers._tagged import BY_SCHEMA, TaggedCall, Tags, tagged_calls
 
@@ -17,6 +17,11 @@ CALL = TaggedCall(FUNCTION, ">", FUNCTION_CLOSE, TAGS)
 REASONING = ReasoningMarks("<seed:think>", "</seed:think>")
 SIGNS = ((OPEN, FUNCTION, "<parameter=", REASONING.open),)
 FORMATS: tuple[CallFormat, ...] = ()
+TAGGED = CallFormat(
+    *(OPEN, f"{OPEN}\n{FUNCTION}", ">\n", f"\n{CLOSE}"),
+    parting="\n",
+    tagged=TaggedParameters("<parameter=", ">", ">", "</parameter>\n", FUNCTION_CLOSE),
+)
 
 
 def build(context: Context) -> Parser:

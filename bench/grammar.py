@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,8 @@ class Bench:
         for _ in range(5):
             matcher = first.copy()
             for token_id in self._tokenizer.encode(text, add_special_tokens=False):
-                fills.append(_timed(lambda matcher=matcher: matcher.fill(self._mask)))
-                accepts.append(_timed(lambda matcher=matcher, token_id=token_id: matcher.accept(token_id)))
+                fills.append(_timed(partial(matcher.fill, self._mask)))
+                accepts.append(_timed(partial(matcher.accept, token_id)))
         return {
             "compile": round(compile_us),
             "copy": round(copy_us),
@@ -156,7 +157,7 @@ def _timed(call: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e6
 
 
-def _fits(schema: object, text: str) -> bool:
+def _fits(schema: Any, text: str) -> bool:
     """A number beyond a double is a number all the same."""
     try:
         return bool(jsonschema_rs.is_valid(schema, json.loads(text, parse_float=_finite)))

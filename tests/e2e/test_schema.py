@@ -14,6 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -142,6 +143,16 @@ def test_answers_are_what_the_document_says(server: Any, mode: GenerationMode) -
         elif mode is GenerationMode.POSITIVE:
             check(server, operation, mode, 3 if operation.path_parameters else 1)
     assert server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0.0
+
+
+def test_an_answer_that_differs_from_the_document_is_seen(server: Any) -> None:
+    made = Document(server).made
+    path = "/v1/messages/count_tokens"
+    ref = made["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
+    made["components"]["schemas"][ref.rsplit("/", 1)[1]]["properties"]["input_tokens"] = {"type": "string"}
+    operation = schemathesis.openapi.from_dict(made)[path]["POST"]
+    with pytest.raises(FailureGroup):
+        check(server, operation, GenerationMode.POSITIVE, 12)
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from unit.server.grpc.test_cached_blocks import changes, removed, stored
 class FakeLLM:
     """Answers a watch as an engine does."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: CacheChanges | None = None) -> None:
+        self.first = first or CacheChanges(root=99)
         self.watches: list[bool] = []
         self.tell: Callable[[CacheChanges | None], None] | None = None
 
@@ -26,7 +27,7 @@ class FakeLLM:
         self.watches.append(on_changes is not None)
         self.tell = on_changes
         if on_changes is not None:
-            asyncio.get_running_loop().call_soon(on_changes, CacheChanges(root=99))
+            asyncio.get_running_loop().call_soon(on_changes, self.first)
 
 
 def shown(batch: Any) -> list[Any]:
@@ -66,6 +67,21 @@ def test_a_subscriber_gets_the_state_and_then_each_change_in_turn() -> None:
         assert llm.watches == [True]
         feed.close()
         assert llm.watches == [True, False]
+
+    asyncio.run(run())
+
+
+def test_what_came_before_the_state_is_told_once() -> None:
+    async def run() -> None:
+        llm = FakeLLM(changes(stored(1)))
+        feed = CacheFeed(llm, 2)
+        batches = feed.batches()
+        assert shown(await anext(batches)) == ["cleared", ("stored", [1])]
+        assert llm.tell is not None
+        llm.tell(changes(stored(2, 1)))
+        assert shown(await anext(batches)) == [("stored", [2])]
+        await batches.aclose()
+        feed.close()
 
     asyncio.run(run())
 

@@ -11,6 +11,10 @@ import pytest
 from smg_grpc_proto import tokenspeed_scheduler_pb2 as pb2
 
 from fakes import EOS, FakeRunner, FakeSource, FakeWorker
+from tokenspeed.core.request import FinishReason
+from tokenspeed.llm.outputs import CompletionOutput, RequestOutput, RequestTimes
+from tokenspeed.server.generation import Piece
+from tokenspeed.server.grpc.answers import Answer
 from unit.server.conftest import wait_until
 from unit.server.grpc.conftest import StartWorker, Worker
 
@@ -187,6 +191,16 @@ def test_an_aborted_request_ends_with_that_reason(start_worker: StartWorker) -> 
     again = worker.stub.Abort(pb2.AbortRequest(request_id="r"), timeout=30)
     assert not again.success
     assert again.message == "no request 'r' is running"
+
+
+def test_only_what_had_not_ended_is_aborted() -> None:
+    answer = Answer(pb2.GenerateRequest(), "r", 2)
+    ended = CompletionOutput(0, "a", (97,), 1, finish_reason=FinishReason.LENGTH)
+    output = RequestOutput("r", (1, 2), (ended,), 0, False, RequestTimes(0.0))
+    (first,) = answer.messages(Piece(0, output, ((0, ended),)))
+    assert (first.complete.index, first.complete.finish_reason) == (0, "length")
+    (last,) = answer.aborted()
+    assert (last.complete.index, last.complete.finish_reason, last.complete.prompt_tokens) == (1, "abort", 2)
 
 
 def test_when_the_engine_dies_calls_end_and_later_ones_are_refused(start_worker: StartWorker) -> None:

@@ -354,6 +354,21 @@ def test_marks_around_the_answer_are_not_said(text: str) -> None:
         assert said(read("cohere", text, tools=tools)) == ("", "Hi\n", [])
 
 
+@pytest.mark.parametrize("name", ["none", "hermes", "qwen3_coder", "llama_pythonic"])
+def test_a_list_of_calls_may_be_the_value_of_an_object(name: str) -> None:
+    """As xLAM 1 writes it."""
+    call = '{"name": "ls_dir", "arguments": {"p": "x"}}'
+    for text in (f'{{"tool_calls": [{call}, {call}]}}', f'\n{{ "tool_calls" : [ {call},\n{call} ]\n}}\n'):
+        assert said(read(name, text)) == ("", "", [("ls_dir", {"p": "x"})] * 2)
+        fenced = f"```json\n{text}\n```"
+        assert said(read(name, fenced)) == ("", "", [("ls_dir", {"p": "x"})] * 2)
+    for rest in ("[]}", "1}", f"{call}}}", f"[{call}], 1}}", f"[{call}]", f"[{call}]}} text", f"[{call}"):
+        other = f'{{"tool_calls": {rest}'
+        assert read(name, other) == [ContentDelta(other)], other
+    for other in ('{"tool_calls"', '{"tool_calls" "name": "ping"}'):
+        assert read(name, other) == [ContentDelta(other)]
+
+
 def test_arguments_stay_as_they_were_written() -> None:
     for name, text in DOCUMENTED.items():
         if LS_JSON in text:

@@ -24,16 +24,17 @@ def named_object(
     name_key: str = "name",
     known: Container[str] | None = None,
     tentative: bool = False,
+    opened: bool = False,
 ) -> Reading[bool]:
     """Read {"name": …, "arguments": {…}}, keys in any order; "parameters" means the same as "arguments".
 
     name_key: what stands for "name". known: where answers stand too, the names that are calls; other names and keys
-    refuse it. tentative: the caller commits.
+    refuse it. tentative: the caller commits. opened: the brace has been read.
     """
     name = ""
     early: list[str] | None = None  # arguments that came before the name
     seen = False
-    separator = yield from scanner.accept("{")
+    separator = "{" if opened else (yield from scanner.accept("{"))
     while separator in ("{", ","):
         key = yield from json_reading.text_string(scanner)
         if key is None or (known is not None and key not in (name_key, *_CALL_KEYS)):
@@ -175,16 +176,30 @@ _FENCE_LANGUAGES = ("json", "tool_calls", "tool_call")
 def whole_calls(
     scanner: Scanner, out: Output, closes: tuple[str, ...] = (), *, in_list: bool = False, name_key: str = "name"
 ) -> Reading[bool]:
-    """Read what `whole_call_until` says. in_list: the bracket of a list has been read."""
+    """Read what `whole_call_until` says; a list may also be the only value of an object, "tool_calls". in_list: the
+    bracket of a list has been read."""
     is_list = in_list or bool((yield from scanner.accept("[")))
+    opened = not is_list and bool((yield from scanner.accept("{")))
+    is_wrapped = False
+    if opened:
+        yield from scanner.space()
+        is_wrapped = bool((yield from scanner.accept('"tool_calls"')))
+        if is_wrapped and not (yield from _opens_list(scanner)):
+            return False
+    is_first = opened and not is_wrapped
     separator = ","
     while separator == ",":
         yield from scanner.space()
-        if not (yield from named_object(scanner, out, name_key=name_key, known=out.context.tools, tentative=True)):
+        known = out.context.tools
+        read = named_object(scanner, out, name_key=name_key, known=known, tentative=True, opened=is_first)
+        if not (yield from read):
             return False
         yield from scanner.space()
-        separator = (yield from scanner.accept(",", "]")) if is_list else ""
-    if is_list and separator != "]":
+        separator = (yield from scanner.accept(",", "]")) if is_list or is_wrapped else ""
+    if (is_list or is_wrapped) and separator != "]":
+        return False
+    yield from scanner.space()
+    if is_wrapped and not (yield from scanner.accept("}")):
         return False
     yield from scanner.space()
     if (yield from scanner.peek()) and not (closes and (yield from scanner.accept(*closes))):
@@ -193,3 +208,12 @@ def whole_calls(
         return False
     out.commit()
     return True
+
+
+def _opens_list(scanner: Scanner) -> Reading[bool]:
+    """Read the colon and the bracket before the list that is the value of a key."""
+    yield from scanner.space()
+    if not (yield from scanner.accept(":")):
+        return False
+    yield from scanner.space()
+    return bool((yield from scanner.accept("[")))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens each seat may take next: grammars and thinking budgets, followed off the critical path.
 
-One thread of its own compiles grammars while prompts are computed, and takes each sampled token and fills the next mask
-while the next forward runs. Knows masks; knows neither logits nor what a grammar is made of.
+Threads of their own compile grammars while prompts are computed, and one more takes each sampled token and fills the
+next mask while the next forward runs: a grammar that takes long holds up nobody else's tokens. Knows masks; knows neither logits nor what a grammar is made of.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from tokenspeed.core.request import Grammar, ThinkingBudget
 from tokenspeed.grammar import DEFAULT, Compiler, GrammarError, Matcher, Vocabulary, resolve
 
 _log = logging.getLogger("tokenspeed.execution")
+
+_NUM_COMPILING = 2
 
 Resolve = Callable[[str, Vocabulary], Compiler]
 
@@ -47,7 +49,8 @@ class Constraints:
         self._backend = backend
         self._every = _bits(range(vocab_size), vocab_size)
         self._end_ids: tuple[int, ...] = ()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compiling = ThreadPoolExecutor(_NUM_COMPILING, thread_name_prefix="grammar-compile")
+        self._following = ThreadPoolExecutor(1, thread_name_prefix="grammar-follow")
         self._compiler: Future[Compiler] | None = None
         self._seats: list[_Constraint | None] = [None] * num_seats
 
@@ -57,7 +60,7 @@ class Constraints:
         tokens = vocabulary.tokens[: self._vocab_size]  # a model may have more logits than there are tokens
         padded = (*tokens, *(b"" for _ in range(self._vocab_size - len(tokens))))
         known = msgspec.structs.replace(vocabulary, tokens=padded)
-        self._compiler = self._worker.submit(self._backend, DEFAULT, known)
+        self._compiler = self._compiling.submit(self._backend, DEFAULT, known)
 
     def seat(self, seating: Seating) -> None:
         """A request takes a seat, with what it has generated so far."""
@@ -65,7 +68,7 @@ class Constraints:
             self._seats[seating.seat] = None
             return
         constraint = _Constraint(seating, self._vocab_size, self._every, self._end_ids)
-        constraint.pending = self._worker.submit(constraint.begin, self._compiler)
+        constraint.pending = self._compiling.submit(constraint.begin, self._compiler)
         self._seats[seating.seat] = constraint
 
     def next(self, seat: int, *, may_end: bool) -> Next:
@@ -78,11 +81,12 @@ class Constraints:
     def accept(self, seat: int, token_id: int) -> None:
         """The token that the seat takes. One that may not come, as a script says it, ends the constraint."""
         constraint = self._seat_of(seat)
-        constraint.pending = self._worker.submit(constraint.accept, token_id)
+        constraint.pending = self._following.submit(constraint.accept, token_id)
 
     def close(self) -> None:
-        """End the thread."""
-        self._worker.shutdown(cancel_futures=True)
+        """End the threads."""
+        for pool in (self._compiling, self._following):
+            pool.shutdown(cancel_futures=True)
 
     def _seat_of(self, seat: int) -> _Constraint:
         constraint = self._seats[seat]
@@ -91,7 +95,7 @@ class Constraints:
 
 
 class _Constraint:
-    """One seat's. pending: the work, on the worker's thread, after which the next mask is known."""
+    """One seat's. pending: the work, on another thread, after which the next mask is known."""
 
     def __init__(self, seating: Seating, vocab_size: int, every: Int32Array, end_ids: Sequence[int]) -> None:
         self.pending: Future[None] = Future()

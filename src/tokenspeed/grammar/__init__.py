@@ -131,7 +131,10 @@ def fit_schema(schema: Mapping[str, object], name: str = DEFAULT, *, strict: boo
     def fault(part: Mapping[str, object], is_strict: bool) -> str | None:
         return _verdict(Grammar("json_schema", as_text(part)), name, is_strict)[0]
 
-    return fit(schema, fault, strict=strict)
+    try:
+        return fit(schema, fault, strict=strict)
+    except RecursionError:
+        raise SchemaError("", "the schema is nested too deeply") from None
 
 
 @lru_cache(maxsize=4096)

@@ -20,6 +20,7 @@ _SINGLES = ("items", "additionalProperties", "not", "contains", "propertyNames",
 _MAY_GO = ("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "patternProperties")
 _MAY_GO_WHOLE = ("not", "contains", "propertyNames", "if", "then", "else", "dependentSchemas")
 _MEANING = (*_MAPS, *_LISTS, *_SINGLES, "$ref", "type", "required", "enum", "const")
+_PATH_MAX = 200
 _ROOTS = ("$defs", "definitions")
 
 
@@ -37,7 +38,7 @@ class SchemaError(Exception):
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(message)
-        self.path = path
+        self.path = path if len(path) <= _PATH_MAX else f"{path[:_PATH_MAX]}…"
 
 
 def fit(schema: Mapping[str, Json], faults: Faults, *, strict: bool) -> Fitted:

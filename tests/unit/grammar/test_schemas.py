@@ -82,3 +82,13 @@ def test_recursion_that_consumes_something_is_fine() -> None:
     tree = {"type": "object", "properties": {"k": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/t"}}}}
     schema = {"$ref": "#/$defs/t", "$defs": {"t": {**tree, "required": ["k"], "additionalProperties": False}}}
     assert fit_schema(schema, strict=True).unenforced == ()
+
+
+@pytest.mark.parametrize("depth", [200, 5000])
+def test_a_schema_that_is_nested_too_deeply_is_refused(depth: int) -> None:
+    schema: dict[str, Any] = {"type": "wat"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(SchemaError) as refused:
+        fit_schema(schema, strict=False)
+    assert len(refused.value.path) < 300

@@ -97,6 +97,7 @@ def api_process(path: str, core: int, model: str) -> None:
 
 async def _serve_api(path: str, config: EngineConfig) -> None:
     source = open_model(config.model, None)
+    source.script = None  # its engine is not here
     assert source.tokenizer is not None
     client = await EngineClient.start(lambda: _Connected(path), config)
     llm = AsyncLLM(config, source, Tokenizer.from_source(source.tokenizer), client)
@@ -357,6 +358,11 @@ def main() -> None:
     print(f"a step of 128 requests over IPC: {sides}")
     stages = server_stages.stages(tokenizer, ids, DIALECT, TOOL, options.streams)
     total_us = single.cpu_s / single.num_events * 1e6
+    stop_us, loop_ns = server_stages.stop_us(tokenizer, ids), server_stages.loop_ns()
+    print(
+        f"where {total_us:.2f} µs go (two stop strings would add {stop_us:.2f}; an empty loop: {loop_ns:.0f} ns a turn)"
+    )
+    results["loop_ns"] = loop_ns
     for name, cost_us in (*stages.items(), ("the loop, tasks, HTTP framing", total_us - sum(stages.values()))):
         print(f"  {name:<34} {cost_us:6.2f} µs an event {cost_us / total_us:5.0%}")
     print(json.dumps({name: round(value, 3) for name, value in results.items()} | {"bars": BARS}))

@@ -7,6 +7,7 @@ What the stages leave of the whole is the event loop, its tasks and HTTP framing
 from __future__ import annotations
 
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from tokenspeed.server.sse import data_frame
 from tokenspeed.server.turn import News
 
 ROUNDS = 7
+READ_BYTES = 256 * 1024  # as the event loop reads
 _unused: Any = None
 
 
@@ -43,8 +45,14 @@ def best_us(work: Callable[[], object], num_items: int) -> float:
     return min(times) / num_items * 1e6
 
 
+def loop_ns() -> float:
+    """A turn of an empty loop, to compare machines, and one machine with itself when it is busy."""
+    return best_us(lambda: [None for _ in range(300_000)], 300_000) * 1e3
+
+
 def ipc(num_requests: int) -> dict[str, float]:
-    """A step of so many requests: encode and write in the engine; read, decode and dispatch in the API process."""
+    """A step of so many requests, the median: encode and write in the engine; read, decode and dispatch in the API
+    process."""
     num_steps = 200
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
@@ -52,15 +60,16 @@ def ipc(num_requests: int) -> dict[str, float]:
     message = tokens_message(handles, token_ids)
     drain = threading.Thread(target=_drain, args=(theirs,), daemon=True)
     drain.start()
-    start = time.thread_time()
+    times = []
     for _ in range(num_steps):
+        start = time.thread_time()
         channel.send(message)
-    engine_s = time.thread_time() - start
+        times.append(time.thread_time() - start)
     channel.close()
     drain.join()
     frame = encode_frame(message)
     return {
-        "ipc_engine_us": engine_s / num_steps * 1e6,
+        "ipc_engine_us": statistics.median(times) * 1e6,
         "ipc_api_us": _api_side_us(frame, handles, num_steps),
         "ipc_frame_bytes": float(len(frame)),
     }
@@ -74,20 +83,20 @@ def _api_side_us(frame: bytes, handles: Sequence[int], num_steps: int) -> float:
     client._by_handle = {handle: (f"chatcmpl-{handle:032x}.{handle}", sink.push_tokens, sink) for handle in handles}
 
     def step() -> None:
-        for body in frames.feed(ours.recv(1 << 20)):
+        for body in frames.feed(ours.recv(READ_BYTES)):
             message = decode_from_engine(body)
             assert isinstance(message, Updates)
             client._dispatch(message)
 
-    spent = 0.0
+    times = []
     for _ in range(num_steps):
         theirs.sendall(frame)
         start = time.thread_time()
         step()
-        spent += time.thread_time() - start
+        times.append(time.thread_time() - start)
     ours.close()
     theirs.close()
-    return spent / num_steps * 1e6
+    return statistics.median(times) * 1e6
 
 
 class _Sink:
@@ -125,8 +134,9 @@ def stages(
     }
 
 
-def _stop_us(texts: Sequence[str]) -> float:
-    """What two stop strings add; without any there is no such stage."""
+def stop_us(tokenizer: Tokenizer, ids: Sequence[int]) -> float:
+    """What two stop strings add to an event; without any there is no such stage."""
+    texts = [tokenizer.token_text(token_id) for token_id in ids[:1000]]
     scanner = StopScanner(("\nUser:", "<|end|>"))
     return best_us(lambda: [scanner.feed(text) for text in texts], len(texts))
 

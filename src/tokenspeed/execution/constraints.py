@@ -2,7 +2,8 @@
 """Which tokens each seat may take next: grammars and thinking budgets, followed off the critical path.
 
 Threads of their own compile grammars while prompts are computed, and one more takes each sampled token and fills the
-next mask while the next forward runs: a grammar that takes long holds up nobody else's tokens. Knows masks; knows neither logits nor what a grammar is made of.
+next mask while the next forward runs: a grammar that takes long holds up nobody else's tokens. Knows masks; knows
+neither logits nor what a grammar is made of.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_a_stall_is_reported_once_with_stacks_and_its_end_is_told(caplog: pytest
         scene.engine.step()
         assert scene.wait(10) == 0
         assert scene.wait(100) == 1, "another stall"
-    report, end, _ = [record.getMessage() for record in caplog.records]
+    report, end, _ = [record.getMessage() for record in caplog.records if record.name == "tokenspeed.server.stalls"]
     assert report.startswith("the engine has work and has taken no step for 1")
     assert "thread MainThread:" in report and "test_stalls.py" in report
     assert end.startswith("the engine goes on")
@@ -134,7 +134,7 @@ class Gate:
         self.open = threading.Event()
 
     def __call__(self) -> None:
-        assert self.open.wait(30.0)
+        assert self.open.wait(120.0)
 
 
 def test_an_engine_that_hangs_in_its_first_step_is_unhealthy_and_reported(
@@ -145,18 +145,23 @@ def test_an_engine_that_hangs_in_its_first_step_is_unhealthy_and_reported(
         worker=FakeWorker(FakeRunner(pace=gate), engine_info()),
         patience=Patience(stall_s=0.2),
     )
-    watch = StallWatch(server.llm, 0.2, look_every_s=1.0)
+    watch = StallWatch(server.llm, 0.2, look_every_s=60.0)
+
+    def reports() -> list[str]:
+        texts = [record.getMessage() for record in caplog.records]
+        return [text for text in texts if text.startswith("the engine has work and has taken no step")]
+
     caller = threading.Thread(target=server.chat, daemon=True)
     caller.start()
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     with caplog.at_level(logging.ERROR, "tokenspeed"):
-        while server.client.get("/health").status_code == 200 or not caplog.records:
+        while server.client.get("/health").status_code == 200 or not reports():
             watch.look()
             assert time.monotonic() < deadline, "nobody noticed"
             time.sleep(0.01)
     gate.open.set()
-    caller.join(10.0)
-    (record,) = caplog.records
-    assert "thread tokenspeed-engine:" in record.getMessage(), "an engine on a thread is in our own stacks"
-    assert "in launch" in record.getMessage()
+    caller.join(60.0)
+    (report,) = reports()
+    assert "thread tokenspeed-engine:" in report, "an engine on a thread is in our own stacks"
+    assert "in launch" in report
     assert server.client.get("/health").status_code == 200

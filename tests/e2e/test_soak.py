@@ -16,7 +16,7 @@ from scripted import CALLING_TEMPLATE, spoken_call, write_scripted_model
 NUM_REQUESTS, NUM_WARM, NUM_CLIENTS = 10_000, 2_000, 24
 PAGE_BYTES = 4096
 NUM_TEXTS = 60  # caches of texts and sessions are bounded, and full of these before anything is measured
-GROWTH_BYTES_MAX = 24 << 20  # stored responses among it
+GROWTH_BYTES_MAX = 12 << 20  # stored responses among it
 REPLIES = [
     ("use the tool", spoken_call("look", at="there", thought="Hm.")),
     ("be long", "All work and no play makes a dull day. " * 20),

@@ -120,6 +120,15 @@ def test_calls_log_probabilities_and_choices_are_as_the_document_says(
             document.check(event, json.loads(each))
 
 
+@pytest.mark.parametrize("index", [0, 3, 5, 7])
+def test_streams_are_as_the_document_says_to_a_reader_of_events(server: Any, index: int) -> None:
+    path, body = ASKED[index]
+    schema = schemathesis.openapi.from_url(f"http://127.0.0.1:{server.port}/openapi.json")
+    case = schema[path]["POST"].Case(body={**body, "stream": True}, media_type="application/json")
+    response = case.call_and_validate(base_url=f"http://127.0.0.1:{server.port}", checks=CHECKS, timeout=60.0)
+    assert response.headers["content-type"][0].startswith("text/event-stream")
+
+
 def test_stored_responses_and_models_are_as_the_document_says(server: Any) -> None:
     document = Document(server)
     made = server.client.post("/v1/responses", json={"input": "hi"}).json()
@@ -161,5 +170,5 @@ def test_an_answer_that_differs_from_the_document_is_seen(server: Any) -> None:
 def test_answers_are_what_the_document_says_at_length(server: Any, mode: GenerationMode) -> None:
     for operation in operations(server):
         if operation.body:
-            check(server, operation, mode, 500)
+            check(server, operation, mode, 100)
     assert server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0.0

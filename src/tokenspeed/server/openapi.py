@@ -158,7 +158,7 @@ class _Entry:
         elif answer is not None:
             content["application/json"] = {"schema": self.schemas[answer]}
         if events is not None:
-            stream: dict[str, Any] = {"type": "string"}
+            stream: dict[str, Any] = {}  # no type: to some readers it describes the stream, to others one event
             if isinstance(events, str):
                 stream["description"] = events
             else:

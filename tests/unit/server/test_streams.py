@@ -130,7 +130,7 @@ def test_an_engine_that_dies_breaks_the_stream_visibly(start: Any) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
     health = server.client.get("/health")
     assert health.status_code == 503
-    assert "stopped" in health.text
+    assert "has ended" in health.text
     assert server.client.get("/ready").status_code == 503
 
 
@@ -154,10 +154,10 @@ def test_a_full_queue_answers_429(start: Any) -> None:
     worker, gate = paced()
     gate.open.clear()
     server = start(worker=worker)
-    waiting = [threading.Thread(target=lambda: server.chat(n=60), daemon=True) for _ in range(2)]
+    waiting = [threading.Thread(target=server.chat, kwargs={"n": count}, daemon=True) for count in (60, 8)]
     for thread in waiting:
         thread.start()
-    wait_until(lambda: server.llm.num_live >= 68)
+    wait_until(lambda: server.llm.num_live == 68)
     for stream in (False, True):
         response = server.chat(stream=stream)
         assert response.status_code == 429

@@ -42,7 +42,7 @@ def constrain(served: Served, conversation: Conversation) -> tuple[Conversation,
     grammar, sound = _grammar(served, conversation, schemas)
     params = conversation.params
     if grammar is not None:
-        params = msgspec.structs.replace(params, grammar=_led(served, grammar, opening))
+        params = msgspec.structs.replace(params, grammar=led(served, grammar, opening))
     if conversation.thinking_budget is not None:
         params = msgspec.structs.replace(params, thinking=_budget(served, conversation.thinking_budget, opening))
     if conversation.form is not None:
@@ -110,8 +110,8 @@ def _answer(dialect: str, form: Form) -> Grammar:
     return tags_grammar(Tags((Tag(before, before, "", form.grammar.source),), has_text=False, num_max=1)).grammar
 
 
-def _led(served: Served, grammar: Grammar, opening: str) -> Grammar:
-    """With the reasoning that may come before it."""
+def led(served: Served, grammar: Grammar, opening: str) -> Grammar:
+    """With the reasoning that the prompt, which ends with `opening`, has opened, or that the model may open itself."""
     marks = reasoning_marks(served.dialect)
     if opens_reasoning(opening):
         return msgspec.structs.replace(grammar, lead=Lead(marks.close))

@@ -10,12 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from tokenspeed.chat.parsers import opens_reasoning, reasoning_marks
 from tokenspeed.core.errors import InvalidRequestError
-from tokenspeed.core.request import Grammar, Lead
+from tokenspeed.core.request import Grammar
 from tokenspeed.grammar import Tag, Tags
+from tokenspeed.server.constraints import led
 from tokenspeed.server.formats import FormatFields, form_of, json_form, tags_form, tags_grammar
 from tokenspeed.server.served import Served
 
@@ -39,7 +37,8 @@ def grammar_of(sampling: Any, prompt_ids: Sequence[int], served: Served) -> Gram
         grammar = form.grammar
     if served.llm.source.script is not None:  # a script says what it says
         return None
-    return _led(grammar, prompt_ids, served)
+    opening = served.llm.tokenizer.decode(prompt_ids[-_TAIL_LEN:], skip_special_tokens=False)
+    return led(served, grammar, opening)
 
 
 def _tags(text: str) -> Grammar:
@@ -80,14 +79,3 @@ def _tag(tag: object, triggers: Sequence[object], place: str) -> Tag:
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{place}.content.json_schema is no object", _PARAM)
     return Tag(trigger, begin, end, json_form(schema, f"{place}.content.json_schema").grammar.source)
-
-
-def _led(grammar: Grammar, prompt_ids: Sequence[int], served: Served) -> Grammar:
-    """With the reasoning that the prompt has opened, or that the model may open by itself."""
-    marks, llm = reasoning_marks(served.dialect), served.llm
-    if opens_reasoning(llm.tokenizer.decode(prompt_ids[-_TAIL_LEN:], skip_special_tokens=False)):
-        return msgspec.structs.replace(grammar, lead=Lead(marks.close))
-    is_free = grammar.kind == "tags" and msgspec.json.decode(grammar.source, type=Tags).has_text
-    if is_free or marks.open not in (llm.input_processor.template_text or ""):
-        return grammar
-    return msgspec.structs.replace(grammar, lead=Lead(marks.close, marks.open))

@@ -71,7 +71,8 @@ def test_without_flags_everything_is_the_default(configs: list[Any]) -> None:
 
 
 def test_every_configuration_field_has_a_flag_or_a_reason() -> None:
-    without = {"model", "kernel_overrides", "cors_origins", "events"}  # positional, --kernel, --cors-origin, --grpc-port
+    # positional, --kernel, --cors-origin, --grpc-port
+    without = {"model", "kernel_overrides", "cors_origins", "events"}
     known = (*flags.MODEL_FLAGS, flags.SERVED_NAME, *flags.SERVER_FLAGS)
     for struct in {flag.struct for flag in known}:
         mine = {flag.field for flag in known if flag.struct is struct}

@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+# Read by Triton when a kernel is defined, so set before any is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from tokenspeed.checkpoints import open_model
 from tokenspeed.core.config import ModelConfig

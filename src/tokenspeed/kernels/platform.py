@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,6 +19,10 @@ from tokenspeed.kernels.registry import KernelContext, Ok, Reason, Support
 
 CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """dtypes of the compiled CPU kernels and their codes there."""
+
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""dtypes of the Triton kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,17 @@ def compiled_cpu(ctx: KernelContext) -> Support:
         return Reason(f"{ctx.dtype} is not float32 or bfloat16")
     if cpu_module() is None:
         return Reason("the compiled module tokenspeed.kernels._cpu is not built")
+    return Ok()
+
+
+def triton_on_cuda(ctx: KernelContext) -> Support:
+    """Whether Triton kernels run for this device and dtype."""
+    if torch.device(ctx.device).type != "cuda":
+        return Reason(f"runs on a CUDA device, not on {ctx.device}")
+    if ctx.dtype not in TRITON_DTYPES:
+        return Reason(f"{ctx.dtype} is not float32, bfloat16 or float16")
+    if importlib.util.find_spec("triton") is None:
+        return Reason("triton is not installed")
     return Ok()
 
 

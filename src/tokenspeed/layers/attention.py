@@ -118,5 +118,6 @@ class Attention(nn.Module):
             window=self.spec.kv.window,
             soft_cap=self.spec.soft_cap,
             sinks_H=self.sinks,
+            max_query_len=batch.max_query_len,
         )
         return out_THK.view(q_THK.shape[0], self.spec.q_size)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every solution of every op agrees with the op's reference; a new file in an op's folder joins by existing.
 
+Triton's run on a CUDA device where there is one, else in Triton's interpreter. The reference always runs on the CPU.
 An op that is no function of tensors has conformance tests of its own.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -48,22 +50,49 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 def built(op: str, solution: Solution, dtype: torch.dtype) -> Any:
-    support = solution.supports(KernelContext("cpu", dtype))
-    if isinstance(support, Reason):
-        pytest.skip(support.text)
-    return solution.build(KernelContext("cpu", dtype))
+    """The kernel, taking tensors of the CPU and giving such."""
+    on_cpu = KernelContext("cpu", dtype)
+    support = solution.supports(on_cpu)
+    if not isinstance(support, Reason):
+        return solution.build(on_cpu)
+    if torch.cuda.is_available() and not isinstance(solution.supports(KernelContext("cuda", dtype)), Reason):
+        return on_cuda(solution.build(KernelContext("cuda", dtype)))
+    if solution.name == "triton" and importlib.util.find_spec("triton") and not torch.cuda.is_available():
+        return solution.build(on_cpu)
+    pytest.skip(support.text)
+
+
+def on_cuda(kernel: Any) -> Any:
+    """The kernel with its arguments taken to the device, and what it returns and changes brought back."""
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        theirs = [moved(value, "cuda") for value in args]
+        result = moved(kernel(*theirs, **{name: moved(value, "cuda") for name, value in keywords.items()}), "cpu")
+        for ours, changed in zip(args, theirs, strict=True):
+            if isinstance(ours, torch.Tensor):
+                ours.untyped_storage().copy_(changed.untyped_storage())
+        return result
+
+    return run
+
+
+def moved(value: object, device: str) -> Any:
+    """A copy on a device that keeps strides, offset and what lies between the elements."""
+    if isinstance(value, torch.Tensor):
+        storage = torch.empty(value.untyped_storage().nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+        storage.copy_(value.untyped_storage())
+        empty = torch.empty(0, dtype=value.dtype, device=device)
+        return empty.set_(storage, value.storage_offset(), value.size(), value.stride())
+    if isinstance(value, tuple):
+        return tuple(moved(item, device) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {item.name: moved(getattr(value, item.name), device) for item in dataclasses.fields(value)}
+        return dataclasses.replace(value, **changes)
+    return value
 
 
 def copied(value: object) -> Any:
-    """A copy that keeps strides, offset and what lies between the elements."""
-    if isinstance(value, torch.Tensor):
-        return value.new_empty(0).set_(
-            value.untyped_storage().clone(), value.storage_offset(), value.size(), value.stride()
-        )
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {item.name: copied(getattr(value, item.name)) for item in dataclasses.fields(value)}
-        return dataclasses.replace(value, **changes)
-    return value
+    return moved(value, "cpu")
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ max(0, p - window + 1) ... p, both inclusive: a window counts tokens including t
 score = scale * q . k, then soft_cap * tanh(score / soft_cap) when soft_cap is given; softmax in float32.
 sinks_H: (H,) float32, contiguous, or None: one more score of each head that every token of it attends, past scale,
 soft_cap and window, and that has no value: it only takes weight away. Solutions without it lack the feature "sinks".
+max_query_len: what the host knows query lengths to be at most, so that a launch needs no look at the device; None: T.
 Nothing outside the attended positions is read into the result, so pages may hold NaN elsewhere.
 
 Returned: new (T, H, K) of q's dtype, contiguous. Rows with query_len 0 are skipped; tokens at or past
@@ -45,4 +46,5 @@ class PagedAttention(Protocol):
         window: int | None,
         soft_cap: float | None,
         sinks_H: torch.Tensor | None = None,
+        max_query_len: int | None = None,
     ) -> torch.Tensor: ...

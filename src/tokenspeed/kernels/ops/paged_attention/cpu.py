@@ -25,6 +25,7 @@ def build(_ctx: KernelContext) -> Kernel:
         window: int | None,
         soft_cap: float | None,
         sinks_H: torch.Tensor | None = None,
+        max_query_len: int | None = None,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q_THK.shape
         num_kv_heads = k_pages.shape[2]

@@ -21,6 +21,7 @@ def paged_attention(
     window: int | None,
     soft_cap: float | None,
     sinks_H: torch.Tensor | None = None,
+    max_query_len: int | None = None,
 ) -> torch.Tensor:
     out_THK = torch.zeros(q_THK.shape, dtype=q_THK.dtype, device=q_THK.device)
     starts, seq_lens = query_start.tolist(), seq_lens_R.tolist()

@@ -31,6 +31,19 @@ class TensorInfo:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A tensor of `shape` whose elements, in order, are `period` again and again: element i is period[i % len]. Made
+    whole where it is wanted, since that may be far faster on a device than here."""
+
+    period: NDArray[np.float32]
+    shape: tuple[int, ...]
+
+    def whole(self) -> NDArray[np.float32]:
+        """All elements."""
+        return np.resize(self.period, self.shape)
+
+
 class Weights(Protocol):
     """The tensors of one checkpoint, read one at a time."""
 
@@ -38,7 +51,7 @@ class Weights(Protocol):
         """All tensors by Hugging Face name; None when any name may be asked for (dummy weights)."""
         ...
 
-    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.generic]:
+    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.generic] | Repeated:
         """The tensor: f32 and f16 as they are, bf16 as uint16 bit patterns, block types dequantised to f32.
         Raises CheckpointError when it is missing, truncated or not of `shape`."""
         ...

@@ -8,6 +8,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenspeed.checkpoints import Repeated
+
 # Values are drawn once for this many elements and repeated. A prime, so that no two rows of a matrix are equal.
 _PERIOD = 1_000_003
 
@@ -19,7 +21,7 @@ class DummyWeights:
         """Any name may be asked for."""
         return None
 
-    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.generic]:
+    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.generic] | Repeated:
         """f32 values that depend on the name and the shape alone."""
         if len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
@@ -28,7 +30,7 @@ class DummyWeights:
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
         values = np.random.default_rng(seed).standard_normal(min(size, _PERIOD), np.float32)
         values *= np.float32(1.0 / np.sqrt(max(1, shape[-1])))
-        return np.resize(values, size).reshape(shape)
+        return Repeated(values, shape)
 
     def close(self) -> None:
         """Nothing to let go."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenspeed.checkpoints import ProgressFn, TensorInfo, Weights
+from tokenspeed.checkpoints import ProgressFn, Repeated, TensorInfo, Weights
 from tokenspeed.core.errors import CapacityError, CheckpointError
 from tokenspeed.execution.placement import available_memory_bytes
 from tokenspeed.models import CausalLM, WeightMap
@@ -31,12 +31,12 @@ def load_weights(model: CausalLM, weights: Weights, path: Path, progress: Progre
     weight_map = model.weight_map().for_checkpoint(weights.infos() or ())
     _assert_covers(model, weight_map)
     names = _match(weight_map, weights, path)
-    last_name, array = "", None
+    last_name, whole = "", None
     for done, (slot, name) in enumerate(zip(weight_map, names, strict=True)):
         if slot.target.numel() > 0:
-            if array is None or name != last_name:  # parts of one tensor follow one another
-                last_name, array = name, weights.read(name, slot.cut.shape)
-            slot.fill(_as_tensor(array))
+            if whole is None or name != last_name:  # parts of one tensor follow one another
+                last_name, whole = name, _as_tensor(weights.read(name, slot.cut.shape), slot.target)
+            slot.fill(whole)
         if progress is not None:
             progress("load", done + 1, len(names), "tensors")
 
@@ -107,10 +107,22 @@ def _assert_covers(model: CausalLM, weight_map: WeightMap) -> None:
         assert covered == parameter.numel(), f"slots fill {covered} of {parameter.numel()} values of a parameter"
 
 
-def _as_tensor(array: NDArray[np.generic]) -> torch.Tensor:
+def _as_tensor(array: NDArray[np.generic] | Repeated, target: torch.Tensor) -> torch.Tensor:
     """bf16 travels as uint16 bit patterns. torch warns of arrays it could write to: a view of a mapped file is only
-    read here."""
+    read here. What repeats is made whole on the target's device."""
+    if isinstance(array, Repeated):
+        return _repeat(torch.from_numpy(array.period).to(target.device), array.shape)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
+def _repeat(period_N: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    size = math.prod(shape)
+    whole = period_N.new_empty(size)
+    num_periods = size // max(1, len(period_N))
+    body = num_periods * len(period_N)
+    whole[:body].view(num_periods, len(period_N)).copy_(period_N)
+    whole[body:] = period_N[: size - body]
+    return whole.view(shape)

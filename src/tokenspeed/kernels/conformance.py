@@ -50,3 +50,13 @@ class Cost:
 
     flop: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCase:
+    """One call at a size that a real model makes, for `bench kernel`. make gives fresh random arguments on the device
+    that it was asked for; cost: the least that the call must do."""
+
+    name: str
+    make: Callable[[], Case]
+    cost: Cost

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from tokenspeed.kernels.conformance import Case, Cost, Tolerance
+from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Tolerance
 
 TOLERANCE = {torch.float32: Tolerance(0.0, 0.0), torch.bfloat16: Tolerance(0.0, 0.0)}
 
@@ -35,3 +36,16 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def cost(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Cost:
     return Cost(0, 4 * num_tokens * num_kv_heads * head_dim * itemsize)
+
+
+def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
+    """8 K/V heads of 128 into pages of 64 tokens."""
+
+    def make(num_tokens: int) -> Case:
+        heads_TNK = torch.randn(num_tokens, 48, 128, dtype=dtype, device=device)
+        k_pages, v_pages = torch.zeros(2, 256, 64, 8, 128, dtype=dtype, device=device)
+        slots_T = torch.randperm(255 * 64, device=device)[:num_tokens] + 64
+        return Case("bench", (heads_TNK[:, 32:40], heads_TNK[:, 40:], k_pages, v_pages, slots_T), mutated=(2, 3))
+
+    for num_tokens in (1, 16, 64, 8192):
+        yield BenchCase(str(num_tokens), functools.partial(make, num_tokens), cost(num_tokens, 8, 128, dtype.itemsize))

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from tokenspeed.kernels.conformance import Case, Cost, Row, Tolerance
+from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
 
 TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
 _SHAPES = (
@@ -40,6 +41,27 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 def cost(num_rows: int, num_outputs: int, num_inputs: int, itemsize: int) -> Cost:
     elements = num_rows * num_inputs + num_outputs * num_inputs + num_rows * num_outputs
     return Cost(2 * num_rows * num_outputs * num_inputs, elements * itemsize)
+
+
+def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
+    """The projections of an 8B decoder: decodes of 1, 16 and 64 rows and a prefill chunk."""
+    weights = {"qkv": (6144, 4096), "o": (4096, 4096), "gate-up": (24576, 4096), "down": (4096, 12288)}
+    for num_rows in (1, 16, 64, 8192):
+        for name, (num_outputs, num_inputs) in weights.items():
+            shape = (num_rows, num_outputs, num_inputs)
+            make = functools.partial(_bench_case, shape, dtype, device)
+            yield BenchCase(f"{name}-{num_rows}", make, cost(*shape, dtype.itemsize))
+        if num_rows <= 64:
+            shape = (num_rows, 151936, 4096)
+            make = functools.partial(_bench_case, shape, dtype, device)
+            yield BenchCase(f"head-{num_rows}", make, cost(*shape, dtype.itemsize))
+
+
+def _bench_case(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> Case:
+    num_rows, num_outputs, num_inputs = shape
+    x_TD = torch.randn(num_rows, num_inputs, dtype=dtype, device=device)
+    weight_ND = torch.randn(num_outputs, num_inputs, dtype=dtype, device=device) * num_inputs**-0.5
+    return Case("bench", (x_TD, weight_ND, None))
 
 
 def _rows(x_TD: torch.Tensor, weight_ND: torch.Tensor, bias_N: torch.Tensor | None) -> tuple[Row, ...]:

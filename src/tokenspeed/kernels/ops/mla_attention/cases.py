@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tokenspeed.kernels.conformance import Case, Cost, Tolerance
+from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Tolerance
 
 TOLERANCE = {torch.float32: Tolerance(1e-4, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 2e-2)}
 
@@ -48,6 +49,40 @@ def cost(pairs: int, kv_tokens: int, shape: tuple[int, int, int], itemsize: int)
     read; shape: (H, C, E)."""
     num_heads, latent_dim, rope_dim = shape
     return Cost(2 * pairs * num_heads * (2 * latent_dim + rope_dim), kv_tokens * (latent_dim + rope_dim) * itemsize)
+
+
+def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
+    """16 heads over a latent of 512 and 64: decodes, a whole prompt, and a turn over a cached prefix."""
+    for name, num_rows, query_len, seq_len in (
+        ("decode-1x1024", 1, 1, 1024),
+        ("decode-1x32768", 1, 1, 32768),
+        ("decode-16x8192", 16, 1, 8192),
+        ("decode-64x8192", 64, 1, 8192),
+        ("extend-1024-over-8192", 1, 1024, 9216),
+        ("prefill-8192", 1, 8192, 8192),
+    ):
+        pairs = num_rows * (query_len * seq_len - query_len * (query_len - 1) // 2)
+        make = functools.partial(_bench_case, (num_rows, query_len, seq_len), dtype, device)
+        yield BenchCase(name, make, cost(pairs, num_rows * seq_len, (16, 512, 64), dtype.itemsize))
+
+
+def _bench_case(rows: tuple[int, int, int], dtype: torch.dtype, device: str) -> Case:
+    """Scattered pages of 64 tokens."""
+    num_rows, query_len, seq_len = rows
+    blocks = -(-seq_len // 64)
+    tables_RB = (torch.randperm(num_rows * blocks, device=device) + 1).view(num_rows, blocks).int()
+    keywords = {
+        "query_start": torch.arange(num_rows + 1, device=device, dtype=torch.int32) * query_len,
+        "seq_lens_R": torch.full((num_rows,), seq_len, device=device, dtype=torch.int32),
+        "block_tables_RB": tables_RB,
+        "scale": 192**-0.5,
+    }
+    q_THX = torch.randn(num_rows * query_len, 16, 192, dtype=dtype, device=device)
+    weights_HXC = torch.randn(16, 256, 512, dtype=dtype, device=device) * 512**-0.5
+    pages = torch.randn(num_rows * blocks + 1, 64, 1, 576, dtype=dtype, device=device)
+    return Case(
+        "bench", (q_THX[..., :128], q_THX[..., 128:], pages, weights_HXC[:, :128], weights_HXC[:, 128:]), keywords
+    )
 
 
 def _case(name: str, shape: _Shape, dtype: torch.dtype) -> Case:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tokenspeed.kernels.conformance import Case, Cost, Row, Tolerance
+from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
 
 TOLERANCE = {torch.float32: Tolerance(1e-4, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
 
@@ -58,6 +59,41 @@ def cost(pairs: int, kv_tokens: int, shape: tuple[int, int, int], itemsize: int)
     """pairs: (query, key) positions attended; kv_tokens: cached tokens read; shape: (H, G, K)."""
     num_heads, num_kv_heads, head_dim = shape
     return Cost(4 * pairs * num_heads * head_dim, 2 * kv_tokens * num_kv_heads * head_dim * itemsize)
+
+
+def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
+    """32 query and 8 K/V heads of 128: decodes, a whole prompt, and a turn over a cached prefix."""
+    shape = (32, 8, 128)
+    for name, num_rows, query_len, seq_len in (
+        ("decode-1x1024", 1, 1, 1024),
+        ("decode-1x32768", 1, 1, 32768),
+        ("decode-16x8192", 16, 1, 8192),
+        ("decode-64x8192", 64, 1, 8192),
+        ("extend-1024-over-8192", 1, 1024, 9216),
+        ("prefill-8192", 1, 8192, 8192),
+    ):
+        pairs = num_rows * (query_len * seq_len - query_len * (query_len - 1) // 2)
+        make = functools.partial(_bench_case, (num_rows, query_len, seq_len), dtype, device)
+        yield BenchCase(name, make, cost(pairs, num_rows * seq_len, shape, dtype.itemsize))
+
+
+def _bench_case(rows: tuple[int, int, int], dtype: torch.dtype, device: str) -> Case:
+    """Scattered pages of 64 tokens."""
+    num_rows, query_len, seq_len = rows
+    blocks = -(-seq_len // 64)
+    k_pages, v_pages = torch.randn(2, num_rows * blocks + 1, 64, 8, 128, dtype=dtype, device=device)
+    tables_RB = (torch.randperm(num_rows * blocks, device=device) + 1).view(num_rows, blocks).int()
+    keywords = {
+        "query_start": torch.arange(num_rows + 1, device=device, dtype=torch.int32) * query_len,
+        "seq_lens_R": torch.full((num_rows,), seq_len, device=device, dtype=torch.int32),
+        "block_tables_RB": tables_RB,
+        "scale": 128**-0.5,
+        "window": None,
+        "soft_cap": None,
+        "max_query_len": query_len,
+    }
+    q_THK = torch.randn(num_rows * query_len, 32, 128, dtype=dtype, device=device)
+    return Case("bench", (q_THK, k_pages, v_pages), keywords)
 
 
 def _case(name: str, shape: _Shape, dtype: torch.dtype) -> Case:

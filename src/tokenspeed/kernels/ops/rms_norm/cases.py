@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from tokenspeed.kernels.conformance import Case, Cost, Row, Tolerance
+from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
 
 TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-6), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
 _PLAIN = {"eps": 1e-6, "weight_offset": 0.0}
@@ -34,6 +35,22 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 def cost(num_rows: int, size: int, itemsize: int, has_residual: bool) -> Cost:
     num_passes = 4 if has_residual else 2
     return Cost(5 * num_rows * size, num_passes * num_rows * size * itemsize)
+
+
+def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
+    """An 8B decoder: after each part of a layer, and over the heads of a query."""
+
+    def make(shape: tuple[int, ...], has_residual: bool) -> Case:
+        x, weight_D = torch.randn(shape, dtype=dtype, device=device), torch.randn(shape[-1], dtype=dtype, device=device)
+        return Case("bench", (x, weight_D, torch.randn_like(x) if has_residual else None), _PLAIN, mutated=(2,))
+
+    for num_rows in (1, 16, 64, 8192):
+        residual, heads = (
+            functools.partial(make, (num_rows, 4096), True),
+            functools.partial(make, (num_rows, 32, 128), False),
+        )
+        yield BenchCase(f"residual-{num_rows}", residual, cost(num_rows, 4096, dtype.itemsize, True))
+        yield BenchCase(f"heads-{num_rows}", heads, cost(num_rows * 32, 128, dtype.itemsize, False))
 
 
 def _row(x_TD: torch.Tensor, weight_D: torch.Tensor, index: int) -> Row:

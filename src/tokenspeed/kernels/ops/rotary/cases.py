@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from tokenspeed.kernels.conformance import Case, Cost, Tolerance
+from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Tolerance
 
 TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
 
@@ -35,3 +36,16 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 def cost(num_tokens: int, num_heads: int, rotary_dim: int, itemsize: int) -> Cost:
     elements = num_tokens * num_heads * rotary_dim
     return Cost(3 * elements, 2 * elements * itemsize + 4 * num_tokens * rotary_dim)
+
+
+def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
+    """32 query and 8 K/V heads of 128."""
+
+    def make(num_tokens: int) -> Case:
+        heads_TNK = torch.randn(num_tokens, 48, 128, dtype=dtype, device=device)
+        table_PR = torch.randn(40960, 128, device=device)
+        positions_T = torch.randint(0, 40960, (num_tokens,), device=device)
+        return Case("bench", (heads_TNK[:, :32], heads_TNK[:, 32:40], positions_T, table_PR), mutated=(0, 1))
+
+    for num_tokens in (1, 16, 64, 8192):
+        yield BenchCase(str(num_tokens), functools.partial(make, num_tokens), cost(num_tokens, 40, 128, dtype.itemsize))

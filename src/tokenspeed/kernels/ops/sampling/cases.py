@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
 import torch
 
-from tokenspeed.kernels.conformance import Case, Cost, Row, Tolerance
+from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
 from tokenspeed.kernels.ops.sampling import Draws, Edits, Filters, Masks, Penalties, SamplingInputs
 
 TOLERANCE = {torch.float32: Tolerance(0.0, 0.0), torch.bfloat16: Tolerance(0.0, 0.0)}
@@ -44,6 +45,22 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 def cost(num_rows: int, vocab_size: int) -> Cost:
     """Greedy: one pass over the logits."""
     return Cost(num_rows * vocab_size, 4 * num_rows * vocab_size)
+
+
+def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
+    """A vocabulary of 151936: greedy, drawn, and drawn from a nucleus."""
+    del dtype
+
+    def make(num_rows: int, kind: str) -> Case:
+        logits_SV = torch.randn(num_rows, 151936, device=device) * 4
+        index_S, ones_S = torch.arange(num_rows, device=device), torch.ones(num_rows, device=device)
+        filters = Filters(torch.full_like(index_S, 50), ones_S * 0.95, ones_S * 0.0) if kind == "filtered" else None
+        draws = None if kind == "greedy" else Draws(ones_S, index_S * 7919, index_S + 11, filters)
+        return Case("bench", (logits_SV, SamplingInputs(draws)))
+
+    for num_rows in (1, 16, 64):
+        for kind in ("greedy", "open", "filtered"):
+            yield BenchCase(f"{kind}-{num_rows}", functools.partial(make, num_rows, kind), cost(num_rows, 151936))
 
 
 def _draws(num_rows: int, has_filters: bool = False) -> Draws:

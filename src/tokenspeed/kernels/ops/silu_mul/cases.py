@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from tokenspeed.kernels.conformance import Case, Cost, Row, Tolerance
+from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
 
 TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
 
@@ -24,6 +25,16 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def cost(num_rows: int, size: int, itemsize: int) -> Cost:
     return Cost(5 * num_rows * size, 3 * num_rows * size * itemsize)
+
+
+def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
+    """An 8B decoder: decodes of 1, 16 and 64 rows and a prefill chunk."""
+
+    def make(num_rows: int) -> Case:
+        return Case("bench", (torch.randn(num_rows, 2 * 12288, dtype=dtype, device=device),))
+
+    for num_rows in (1, 16, 64, 8192):
+        yield BenchCase(str(num_rows), functools.partial(make, num_rows), cost(num_rows, 12288, dtype.itemsize))
 
 
 def _row(x_TF: torch.Tensor, index: int) -> Row:

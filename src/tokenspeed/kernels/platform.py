@@ -81,6 +81,11 @@ def triton_on_cuda(ctx: KernelContext) -> Support:
     return Ok()
 
 
+def has_dependent_launch(device: str) -> bool:
+    """Whether a kernel may start there before the one ahead of it has ended (programmatic dependent launch)."""
+    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def require_cpu_module() -> ModuleType:
     """The compiled CPU kernels, for solutions whose support was checked."""
     module = cpu_module()

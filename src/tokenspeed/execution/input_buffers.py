@@ -3,6 +3,8 @@
 
 A seat has a page table in each cache group; it changes only by a plan's page_delta. Seats are numbered over all
 partitions of data-parallel attention: a rank keeps page tables of its own, and what is known of a sequence of all.
+The last tokens are on the device alone, where the next step finds them before the host knows them. One seat more than
+there are is nobody's: rows that pad a step sit there, with the null page.
 Knows neither requests nor how tokens are chosen.
 """
 
@@ -16,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokenspeed.core.plan import GroupKind, Int32Array, RowField, RowKind, StepPlan
+from tokenspeed.execution.host_copies import uploaded
 from tokenspeed.execution.kv_cache import PoolSize, copy_pages, zero_pages
 from tokenspeed.layers.build import ONE_RANK
 from tokenspeed.layers.decoder import TOKEN_IDS
@@ -28,18 +31,40 @@ Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """A step and what the host knows of its rows: those of a plan, partition after partition. order_R: a row's place in
-    the plan. sampled_rows_S: indices into the rows. position_S: the index that a sampled token takes in its
-    sequence."""
+class OwnRows:
+    """What attention of this rank's partition needs, on the host. places_R: seats, counted from the partition's first.
+    slots_GT: page * block_size + offset of each token, for each cache group."""
 
-    step: StepInput
+    places_R: Int64Array
+    query_start: Int64Array
+    seq_lens_R: Int64Array
+    positions_T: Int64Array
+    slots_GT: tuple[Int64Array, ...]
+
+    @property
+    def max_query_len(self) -> int:
+        return int(np.diff(self.query_start).max(initial=0))
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens_R.max(initial=0))
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step as the host knows it: the rows of a plan, partition after partition. order_R: a row's place in the plan.
+    sampled_rows_S: indices into the rows. position_S: the index that a sampled token takes in its sequence. sources_T:
+    ids of the tokens; -1 - seat stands for the seat's last token, which only the device knows."""
+
+    tokens_of_partitions: tuple[int, ...]
     order_R: Int64Array
     seats_R: Int64Array
     kinds_R: Int64Array
     context_lens_R: Int64Array
     query_start: Int64Array
     sampled_rows_S: Int64Array
+    sources_T: Int64Array
+    own: OwnRows
 
     @property
     def seats_S(self) -> Int64Array:
@@ -52,6 +77,11 @@ class StepInputs:
     @property
     def position_S(self) -> Int64Array:
         return self.seq_lens_R[self.sampled_rows_S]
+
+    @property
+    def sampled_tokens_S(self) -> Int64Array:
+        """Which of the tokens are sampled, ascending."""
+        return self.query_start[1:][self.sampled_rows_S] - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,33 +109,41 @@ class Seats:
 
 
 class InputBuffers:
-    """State by seat. A decode row reads its input token and its position from here, not from the plan."""
+    """State by seat. A decode row reads its input token and its position from here, not from the plan.
+
+    last_token: (seats + 1,) int64 on the device. tables: (groups, own seats + 1, blocks) int32 there."""
 
     def __init__(self, size: PoolSize, seats: Seats, kv_layers: tuple[KvLayer, ...], device: torch.device) -> None:
-        self._size = size
-        self._seats = seats
-        self._kv_layers = kv_layers
+        self.block_size = size.block_size
+        self.seats = seats
+        self.kv_layers = kv_layers
         self._device = device
         # One block beyond max_model_len: a step in flight may be planned past the end of a sequence that has ended.
-        self.page_tables = np.zeros((len(size.groups), seats.each, size.blocks_per_seat + 1), dtype=np.int32)
+        self._page_tables = np.zeros((len(size.groups), seats.each + 1, size.blocks_per_seat + 1), dtype=np.int32)
+        self.tables = torch.from_numpy(self._page_tables).to(device)
         self._num_blocks = np.array([group.num_blocks for group in size.groups])
         self._may_expire = np.array([group.kind == GroupKind.WINDOW for group in size.groups])
-        self.last_token = np.zeros(seats.num_seats, dtype=np.int64)
+        self.last_token = torch.zeros(seats.num_seats + 1, dtype=torch.int64, device=device)
         self.seq_len = np.zeros(seats.num_seats, dtype=np.int64)
+
+    @property
+    def page_tables(self) -> Int32Array:
+        """Those of the seats that there are, as the host knows them."""
+        return self._page_tables[:, : self.seats.each]
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what the plan changes in page tables and pages."""
         if len(plan.seated):
             seats = plan.seated[:, 0]
-            self.page_tables[:, seats[self._seats.is_own(seats)] - self._seats.first] = 0
+            self._clear(seats[self.seats.is_own(seats)] - self.seats.first)
             self.seq_len[seats] = 0
-        delta = plan.page_delta[self._seats.is_own(plan.page_delta[:, 0])]
+        delta = plan.page_delta[self.seats.is_own(plan.page_delta[:, 0])]
         if len(delta):
             seats, groups, indices, pages = delta.T
             assert groups.max() < len(self._num_blocks), f"no cache group {groups.max()} of {len(self._num_blocks)}"
             assert ((pages > 0) | self._may_expire[groups]).all(), "page delta hands out the null page"
             assert (pages <= self._num_blocks[groups]).all(), (pages.max(), self._num_blocks)
-            self.page_tables[groups, seats - self._seats.first, indices] = pages
+            self._set(groups, seats - self.seats.first, indices, pages)
         for group in np.unique(plan.copy[:, 0]).tolist():
             pairs = plan.copy[plan.copy[:, 0] == group]
             copy_pages(self._layers_of(group), self._tensor(pairs[:, 1]).long(), self._tensor(pairs[:, 2]).long())
@@ -113,79 +151,107 @@ class InputBuffers:
             pages = plan.zero[plan.zero[:, 0] == group, 1]
             zero_pages(self._layers_of(group), self._tensor(pages).long())
 
-    def build(self, plan: StepPlan) -> StepInputs:
+    def read(self, plan: StepPlan) -> StepInputs:
         """The step of this plan. Decode rows come first in each partition."""
         planned = plan.rows.astype(np.int64)
-        partition_R = planned[:, RowField.SEAT] // self._seats.each
+        partition_R = planned[:, RowField.SEAT] // self.seats.each
         order_R = np.argsort(partition_R, kind="stable")
         rows, partition_R = planned[order_R], partition_R[order_R]
         seats_R, kinds_R = rows[:, RowField.SEAT], rows[:, RowField.KIND]
         query_lens_R = rows[:, RowField.QUERY_LEN]
         assert not rows[:, RowField.DRAFT_LEN].any(), "this runner verifies no drafts"
         context_lens_R = np.where(kinds_R == RowKind.DECODE, self.seq_len[seats_R], rows[:, RowField.CONTEXT_LEN])
-        query_start = _starts(query_lens_R)
-        sampled_rows_S = np.flatnonzero(kinds_R != RowKind.PREFILL)
-        num_partitions = self._seats.mesh.sizes.attention_dp
+        num_partitions = self.seats.mesh.sizes.attention_dp
         tokens_P = np.bincount(partition_R, weights=query_lens_R, minlength=num_partitions).astype(np.int64)
-        own = slice(*np.searchsorted(partition_R, (self._seats.partition, self._seats.partition + 1)).tolist())
-        step = StepInput(
-            TokenTable.of(self._seats.mesh, tokens_P.tolist()),
-            {TOKEN_IDS: self._tensor(self._token_ids(plan, planned, order_R))},
-            query_start[1:][sampled_rows_S] - 1,
-            self._batch(seats_R[own], context_lens_R[own], query_lens_R[own]),
+        own = slice(*np.searchsorted(partition_R, (self.seats.partition, self.seats.partition + 1)).tolist())
+        return StepInputs(
+            tuple(tokens_P.tolist()),
+            order_R,
+            seats_R,
+            kinds_R,
+            context_lens_R,
+            _starts(query_lens_R),
+            np.flatnonzero(kinds_R != RowKind.PREFILL),
+            self._sources(plan, planned, order_R),
+            self._own(seats_R[own], context_lens_R[own], query_lens_R[own]),
         )
-        return StepInputs(step, order_R, seats_R, kinds_R, context_lens_R, query_start, sampled_rows_S)
 
-    def _token_ids(self, plan: StepPlan, planned: Int64Array, order_R: Int64Array) -> Int64Array:
+    def step(self, inputs: StepInputs) -> StepInput:
+        """The step as a model takes it."""
+        own = inputs.own
+        num_blocks = -(-own.max_seq_len // self.block_size)
+        places_R = self._tensor(own.places_R)
+        batch = ForwardBatch(
+            positions_T=self._tensor(own.positions_T),
+            query_start=self._tensor(own.query_start.astype(np.int32)),
+            seq_lens_R=self._tensor(own.seq_lens_R.astype(np.int32)),
+            max_query_len=own.max_query_len,
+            max_seq_len=own.max_seq_len,
+            groups=tuple(
+                GroupTables(self._tensor(slots_T), tables[:, :num_blocks].index_select(0, places_R))
+                for slots_T, tables in zip(own.slots_GT, self.tables, strict=True)
+            ),
+            kv_layers=self.kv_layers,
+        )
+        token_ids_T = self.token_ids(self._tensor(inputs.sources_T))
+        table = TokenTable.of(self.seats.mesh, inputs.tokens_of_partitions)
+        return StepInput(table, {TOKEN_IDS: token_ids_T}, inputs.sampled_tokens_S, batch)
+
+    def token_ids(self, sources_T: torch.Tensor) -> torch.Tensor:
+        """(T,) int64 of StepInputs.sources_T on the device."""
+        return torch.where(sources_T < 0, self.last_token[(-1 - sources_T).clamp_(min=0)], sources_T)
+
+    def advance(self, inputs: StepInputs) -> None:
+        """The step was launched: the K/V of all its rows will be there for the next one."""
+        self.seq_len[inputs.seats_R] = inputs.seq_lens_R
+
+    def commit(self, inputs: StepInputs, token_ids_S: torch.Tensor) -> None:
+        """These tokens, int64 on the device, are the last of the sampled seats."""
+        self.last_token.index_copy_(0, self._tensor(inputs.seats_S), token_ids_S)
+
+    def _sources(self, plan: StepPlan, planned: Int64Array, order_R: Int64Array) -> Int64Array:
         """(T,) of all rows in the order of the step."""
         is_decode_R = planned[:, RowField.KIND] == RowKind.DECODE
         num_decodes = int(is_decode_R.sum())
         assert is_decode_R[:num_decodes].all(), "decode rows do not come first"
-        ids_T = np.concatenate([self.last_token[planned[:num_decodes, RowField.SEAT]], plan.token_ids])
+        sources_T = np.concatenate([-1 - planned[:num_decodes, RowField.SEAT], plan.token_ids])
         query_lens_R = planned[:, RowField.QUERY_LEN]
         starts = _starts(query_lens_R)
-        assert len(ids_T) == starts[-1], (len(ids_T), starts[-1])
-        if self._seats.mesh.sizes.attention_dp == 1:
-            return ids_T
+        assert len(sources_T) == starts[-1], (len(sources_T), starts[-1])
+        if self.seats.mesh.sizes.attention_dp == 1:
+            return sources_T
         lens_R, firsts_R = query_lens_R[order_R], starts[:-1][order_R]
         places_T = np.arange(starts[-1]) + np.repeat(firsts_R - _starts(lens_R)[:-1], lens_R)
-        return np.take(ids_T, places_T)
+        return np.take(sources_T, places_T)
 
-    def _batch(self, seats_R: Int64Array, context_lens_R: Int64Array, query_lens_R: Int64Array) -> ForwardBatch:
+    def _own(self, seats_R: Int64Array, context_lens_R: Int64Array, query_lens_R: Int64Array) -> OwnRows:
         """The rows of this rank's partition."""
-        block_size, query_start = self._size.block_size, _starts(query_lens_R)
-        seq_lens_R, places_R = context_lens_R + query_lens_R, seats_R - self._seats.first
-        max_seq_len = int(seq_lens_R.max(initial=0))
+        query_start = _starts(query_lens_R)
+        places_R = seats_R - self.seats.first
         positions_T = np.arange(query_start[-1]) + np.repeat(context_lens_R - query_start[:-1], query_lens_R)
-        places_T, (block_index_T, offset_T) = np.repeat(places_R, query_lens_R), np.divmod(positions_T, block_size)
-        num_blocks = -(-max_seq_len // block_size)
-        return ForwardBatch(
-            positions_T=self._tensor(positions_T),
-            query_start=self._tensor(query_start.astype(np.int32)),
-            seq_lens_R=self._tensor(seq_lens_R.astype(np.int32)),
-            max_query_len=int(query_lens_R.max(initial=0)),
-            max_seq_len=max_seq_len,
-            groups=tuple(
-                GroupTables(
-                    self._tensor(tables[places_T, block_index_T].astype(np.int64) * block_size + offset_T),
-                    self._tensor(tables[places_R, :num_blocks]),
-                )
-                for tables in self.page_tables
-            ),
-            kv_layers=self._kv_layers,
+        places_T, (block_index_T, offset_T) = np.repeat(places_R, query_lens_R), np.divmod(positions_T, self.block_size)
+        slots_GT = tuple(
+            tables[places_T, block_index_T].astype(np.int64) * self.block_size + offset_T
+            for tables in self._page_tables
         )
+        return OwnRows(places_R, query_start, context_lens_R + query_lens_R, positions_T, slots_GT)
+
+    def _clear(self, places: Int32Array) -> None:
+        self._page_tables[:, places] = 0
+        if self.tables.is_cuda:
+            self.tables.index_fill_(1, self._tensor(places).long(), 0)
+
+    def _set(self, groups: Int32Array, places: Int32Array, indices: Int32Array, pages: Int32Array) -> None:
+        self._page_tables[groups, places, indices] = pages
+        if self.tables.is_cuda:
+            where = self._tensor(np.stack([groups, places, indices, pages]).astype(np.int64))
+            self.tables[where[0], where[1], where[2]] = where[3].int()
 
     def _layers_of(self, group: int) -> list[KvLayer]:
-        return [layer for layer in self._kv_layers if layer.group == group]
-
-    def commit(self, inputs: StepInputs, token_ids_S: Int32Array) -> None:
-        """The step has run: these tokens were sampled and the K/V of all its rows are written."""
-        self.seq_len[inputs.seats_R] = inputs.seq_lens_R
-        self.last_token[inputs.seats_S] = token_ids_S
+        return [layer for layer in self.kv_layers if layer.group == group]
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        # Kernels take the last dimension to be contiguous, which a slice or a transposed pick need not be.
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return uploaded(array, self._device)
 
 
 def _starts(lens: Int64Array) -> Int64Array:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs steps: a plan goes in, the tokens that it sampled come out.
 
-Steps run in order on a thread of their own, so that the next plan can be made while one runs; a plan may also do no
-more than move pages. Of several ranks each has a runner, given the same plans; the first one samples for all. Knows
+Steps are launched in order on a thread of their own and run in order on the device; whoever asks for a step's output
+waits for it there, so that the next steps are planned and launched while one runs. A plan may also do no more than
+move pages. Of several ranks each has a runner, given the same plans; the first one samples for all. Knows
 neither what a plan is for nor what becomes of the tokens.
 """
 
@@ -27,12 +28,13 @@ from tokenspeed.core.ipc import KernelBinding, Vocabulary
 from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
 from tokenspeed.core.request import SamplingParams, TokenLogprobs
 from tokenspeed.execution import kv_cache, placement
+from tokenspeed.execution.drawn import SamplerOutput
 from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
 from tokenspeed.execution.outputs import PromptLogprobs, RunnerInfo, StepHandle, StepOutput
 from tokenspeed.execution.prompt_logprobs import PromptScorer
 from tokenspeed.execution.ranked_sampler import RankedSampler
-from tokenspeed.execution.sampler import Sampler, SamplerOutput
+from tokenspeed.execution.sampler import Sampler
 from tokenspeed.execution.scripted import ScriptedModel
 from tokenspeed.execution.weights import load_weights, num_parameters, require_memory
 from tokenspeed.kernels.ops.collective import Communicator
@@ -176,17 +178,30 @@ class ModelRunner:
         set_num_threads(self.info.num_threads)
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
-                job.handle.finish(self._run(job))
+                job.handle.launched(self._run(job))
 
-    def _run(self, job: _Job) -> StepOutput:
+    def _run(self, job: _Job) -> Callable[[], StepOutput]:
+        """What reads the output of the step that was launched."""
         self._start_transfers(job.plan)
         try:
-            output = self._step(job)
+            read = self._step(job)
         except Exception:  # noqa: BLE001 - whatever went wrong ends the requests of this step, never the process
-            _log.exception("step %d failed", job.plan.step_id)
-            self._is_spoilt[job.plan.rows[:, 0]] = True
-            output = _without_tokens(job.plan, fault=True)
-        return dataclasses.replace(output, transfers=self.poll_transfers())
+            failed = self._failed(job.plan.step_id, job.plan)
+            return lambda: dataclasses.replace(failed, transfers=self.poll_transfers())
+
+        def output() -> StepOutput:
+            try:
+                done = read()
+            except Exception:  # noqa: BLE001 - likewise: what goes wrong on a device shows here
+                done = self._failed(job.plan.step_id, job.plan)
+            return dataclasses.replace(done, transfers=self.poll_transfers())
+
+        return output
+
+    def _failed(self, step_id: int, plan: StepPlan) -> StepOutput:
+        _log.exception("step %d failed", step_id)
+        self._is_spoilt[plan.rows[:, 0]] = True
+        return _without_tokens(plan, fault=True)
 
     def _start_transfers(self, plan: StepPlan) -> None:
         """Those of this rank's partition; what others move is done as far as this rank goes."""
@@ -199,23 +214,25 @@ class ModelRunner:
             self._elsewhere += [(lease, True) for lease in sorted(elsewhere)]
             self._mover.start(own[0] - first_group, own[1] - first_group)
 
-    def _step(self, job: _Job) -> StepOutput:
-        plan = job.plan
-        self._buffers.apply(plan)
+    def _step(self, job: _Job) -> Callable[[], StepOutput]:
+        plan, buffers = job.plan, self._buffers
+        buffers.apply(plan)
         for seating in job.seatings:
             self._seat(seating)
         if len(plan.rows) == 0:
-            return _without_tokens(plan, fault=False)
-        inputs = self._buffers.build(plan)
+            return lambda: _without_tokens(plan, fault=False)
+        inputs = buffers.read(plan)
         prompt_logprobs: tuple[PromptLogprobs | None, ...] = (None,) * len(plan.rows)
         if self._prompt_scorer.has_work(inputs):
-            logits_SV, hidden_TD = self._forward.logits_and_hidden(inputs.step)
+            logits_SV, hidden_TD = self._forward.logits_and_hidden(buffers.step(inputs))
             prompt_logprobs = self._prompt_scorer.score(inputs, hidden_TD, self._forward.head)
         else:
-            logits_SV = self._forward.logits(inputs.step)
-        sampled = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S)
-        self._buffers.commit(inputs, sampled.token_ids_S)
-        return _output(plan.step_id, inputs, sampled, prompt_logprobs, self._is_spoilt[inputs.seats_R])
+            logits_SV = self._forward.logits(buffers.step(inputs))
+        drawn = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S)
+        buffers.commit(inputs, drawn.token_ids_S)
+        buffers.advance(inputs)
+        is_spoilt_R = self._is_spoilt[inputs.seats_R]
+        return lambda: _output(plan.step_id, inputs, drawn.read(), prompt_logprobs, is_spoilt_R)
 
     def _seat(self, seating: Seating) -> None:
         if isinstance(self._model, ScriptedModel):

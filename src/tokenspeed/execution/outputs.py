@@ -7,6 +7,7 @@ Knows no tensor and no model.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenspeed.core.ipc import KernelBinding
@@ -65,22 +66,27 @@ class StepHandle:
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
-        self._finished = threading.Event()
+        self._launched = threading.Event()
+        self._reading = threading.Lock()
+        self._read: Callable[[], StepOutput] | None = None
         self._output: StepOutput | None = None
 
     @property
-    def is_finished(self) -> bool:
-        """Whether wait() would return at once."""
-        return self._finished.is_set()
+    def is_launched(self) -> bool:
+        """Whether all of the step's work is on its way; on a CPU it is then done."""
+        return self._launched.is_set()
 
     def wait(self) -> StepOutput:
         """Block until the step has run. Never raises: a step that failed has result.fault set."""
-        self._finished.wait()
-        assert self._output is not None, f"step {self.step_id} finished without an output"
-        return self._output
+        self._launched.wait()
+        with self._reading:
+            if self._output is None:
+                assert self._read is not None, f"step {self.step_id} was launched without an output"
+                self._output = self._read()
+            return self._output
 
-    def finish(self, output: StepOutput) -> None:
-        """Called once, by the runner."""
-        assert self._output is None, f"step {self.step_id} finished twice"
-        self._output = output
-        self._finished.set()
+    def launched(self, read: Callable[[], StepOutput]) -> None:
+        """Called once, by the runner. read: waits for the device and never raises."""
+        assert self._read is None, f"step {self.step_id} was launched twice"
+        self._read = read
+        self._launched.set()

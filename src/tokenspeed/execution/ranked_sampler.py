@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from tokenspeed.core.ipc import Vocabulary
 from tokenspeed.core.plan import Seating
-from tokenspeed.execution.sampler import Sampler, SamplerOutput
+from tokenspeed.execution.drawn import Drawn
+from tokenspeed.execution.sampler import Sampler
 from tokenspeed.kernels.ops.collective import Communicator
 
 Int64Array = NDArray[np.int64]
@@ -40,14 +41,13 @@ class RankedSampler:
         if self._is_first:
             self._sampler.seat(seating)
 
-    def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> SamplerOutput:
+    def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> Drawn:
         """As Sampler.sample; log-probabilities are the first rank's alone."""
-        sampled = self._sampler.sample(logits_SV, seats_S, position_S) if self._is_first else None
+        drawn = self._sampler.sample(logits_SV, seats_S, position_S) if self._is_first else None
         if self._ranks is None or len(seats_S) == 0:
-            return sampled or SamplerOutput(np.zeros(0, np.int32), np.zeros(0, np.bool_), None)
-        told_S2 = torch.zeros(len(seats_S), 2, dtype=torch.int64, device=self._device)
-        if sampled is not None:
-            columns = np.stack([sampled.token_ids_S.astype(np.int64), sampled.is_faulty_S.astype(np.int64)], axis=1)
-            told_S2.copy_(torch.from_numpy(columns))
-        told = self._ranks.broadcast(told_S2).cpu().numpy()
-        return sampled or SamplerOutput(told[:, 0].astype(np.int32), told[:, 1].astype(np.bool_), None)
+            return drawn or Drawn.nothing(self._device)
+        told_2S = torch.zeros(2, len(seats_S), dtype=torch.int64, device=self._device)
+        if drawn is not None:
+            told_2S.copy_(drawn.told_2S)
+        self._ranks.broadcast(told_2S)
+        return drawn or Drawn(told_2S[0], told_2S[1].bool())

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-seat sampling state, and the inputs of the sampling op made from it.
 
-Knows how a seat is sampled, not what its request is or when it ends. The maths is the op's.
+A sampled token is on the device before anybody on the host knows it; what only a host can do with it (to follow a
+grammar) is done when it has come, at the latest when the same seat is sampled again. Knows how a seat is sampled, not
+what its request is or when it ends. The maths is the op's.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import enum
 import logging
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from tokenspeed.core.plan import Int32Array, Seating
-from tokenspeed.core.request import SamplingParams, TokenLogprobs
+from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution.constraints import Constraints, is_constrained
-from tokenspeed.execution.logprobs import token_logprobs
+from tokenspeed.execution.drawn import Drawn, SamplerOutput
+from tokenspeed.execution.host_copies import uploaded
+from tokenspeed.execution.logprobs import ScoredTokens
 from tokenspeed.grammar import GrammarError, Vocabulary
 from tokenspeed.kernels.ops.sampling import (
     GREEDY_BELOW,
@@ -48,15 +53,6 @@ class Need(enum.IntFlag):
     LOGPROBS = 32
     FORCED = 64
     CONSTRAINT = 128
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """token_ids_S: 0 where the row is faulty. logprobs: an entry a row, None where not asked for."""
-
-    token_ids_S: Int32Array
-    is_faulty_S: BoolArray
-    logprobs: tuple[TokenLogprobs | None, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +87,8 @@ class Sampler:
         self._ignores_end = np.zeros(max_num_seqs, dtype=np.bool_)
         self._seats: list[_Seat | None] = [None] * max_num_seqs
         self._constraints = Constraints(max_num_seqs, vocab_size)
+        self._unread: list[Drawn] = []
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def know(self, vocabulary: Vocabulary) -> None:
         """Before the first seat that has a grammar. Any thread."""
@@ -116,23 +114,43 @@ class Sampler:
         self._seats[seat] = self._rare_state(seating)
         self._constraints.seat(seating)
 
-    def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> SamplerOutput:
+    def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> Drawn:
         """One token a row. position_S: the index that the token takes in its sequence."""
         needs_S = self._needs[seats_S]
         needs = int(np.bitwise_or.reduce(needs_S, initial=0))
         lost_S = np.zeros(len(seats_S), dtype=np.bool_)
+        if needs & Need.CONSTRAINT:
+            self._settle()
         inputs = SamplingInputs() if needs == 0 else self._inputs(needs_S, seats_S, position_S, lost_S)
         sampled = self._sample(logits_SV, inputs)
-        token_ids_S = sampled.token_ids_S.cpu().numpy().astype(np.int32)
-        is_faulty_S = sampled.is_faulty_S.cpu().numpy() | lost_S
+        token_ids_S = sampled.token_ids_S
         if needs & Need.FORCED:
-            self._force(token_ids_S, needs_S, seats_S, position_S)
-        for row in np.flatnonzero(((needs_S & Need.CONSTRAINT) != 0) & ~is_faulty_S):
-            self._constraints.accept(int(seats_S[row]), int(token_ids_S[row]))
+            token_ids_S = self._forced(token_ids_S, needs_S, seats_S, position_S)
         if needs & Need.PENALTY:
-            self._count(token_ids_S, needs_S, is_faulty_S, seats_S)
-        logprobs = self._logprobs(logits_SV, token_ids_S, needs_S, seats_S) if needs & Need.LOGPROBS else None
-        return SamplerOutput(token_ids_S, is_faulty_S, logprobs)
+            self._count(token_ids_S, needs_S, seats_S)
+        scored = self._scored(logits_SV, token_ids_S, needs_S, seats_S) if needs & Need.LOGPROBS else None
+        if not needs & Need.CONSTRAINT:
+            return Drawn(token_ids_S, sampled.is_faulty_S, None, scored)
+        rows = np.flatnonzero(needs_S & Need.CONSTRAINT)
+        drawn = Drawn(token_ids_S, sampled.is_faulty_S, lost_S, scored, self._follows(rows, seats_S))
+        self._unread.append(drawn)
+        if not logits_SV.is_cuda:
+            self._settle()  # nothing to wait for, and the next mask is made meanwhile
+        return drawn
+
+    def _settle(self) -> None:
+        """Let grammars have the tokens of all steps so far."""
+        unread, self._unread = self._unread, []
+        for drawn in unread:
+            drawn.read()
+
+    def _follows(self, rows: NDArray[np.intp], seats_S: Int64Array) -> Callable[[SamplerOutput], None]:
+        def follow(output: SamplerOutput) -> None:
+            for row in rows.tolist():
+                if not output.is_faulty_S[row]:
+                    self._constraints.accept(int(seats_S[row]), int(output.token_ids_S[row]))
+
+        return follow
 
     def _rare_state(self, seating: Seating) -> _Seat | None:
         needs = _needs_of(seating)
@@ -251,36 +269,32 @@ class Sampler:
             return None
         return Edits(*(self._tensor(np.concatenate(parts)) for parts in (rows, ids, values)))
 
-    def _force(
-        self, token_ids_S: Int32Array, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array
-    ) -> None:
+    def _forced(
+        self, token_ids_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array
+    ) -> torch.Tensor:
+        """The tokens that a script wants in place of some of these."""
+        wanted_S = np.full(len(seats_S), -1, dtype=np.int64)
         for row in np.flatnonzero(needs_S & Need.FORCED):
             forced_ids = self._seat_of(int(seats_S[row])).forced_ids
             index = int(position_S[row] - self._prompt_len[seats_S[row]])
             if forced_ids is not None and 0 <= index < len(forced_ids):
-                token_ids_S[row] = forced_ids[index]
+                wanted_S[row] = forced_ids[index]
+        wanted = self._tensor(wanted_S)
+        return torch.where(wanted < 0, token_ids_S, wanted)
 
-    def _count(
-        self, token_ids_S: Int32Array, needs_S: NDArray[np.int32], is_faulty_S: BoolArray, seats_S: Int64Array
-    ) -> None:
-        for row in np.flatnonzero(((needs_S & Need.PENALTY) != 0) & ~is_faulty_S):
+    def _count(self, token_ids_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array) -> None:
+        for row in np.flatnonzero(needs_S & Need.PENALTY).tolist():
             counts_V = self._seat_of(int(seats_S[row])).output_counts_V
             assert counts_V is not None, f"seat {seats_S[row]} has penalties but no counts"
-            counts_V[int(token_ids_S[row])] += 1
+            counts_V.index_add_(0, token_ids_S[row : row + 1], self._one)
 
-    def _logprobs(
-        self, logits_SV: torch.Tensor, token_ids_S: Int32Array, needs_S: NDArray[np.int32], seats_S: Int64Array
-    ) -> tuple[TokenLogprobs | None, ...]:
+    def _scored(
+        self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array
+    ) -> tuple[list[int], ScoredTokens]:
         rows_N = np.flatnonzero(needs_S & Need.LOGPROBS)
-        entries = token_logprobs(
-            logits_SV[self._tensor(rows_N)],
-            self._tensor(token_ids_S[rows_N].astype(np.int64)),
-            self._num_top[seats_S[rows_N]].tolist(),
-        )
-        by_row: list[TokenLogprobs | None] = [None] * len(token_ids_S)
-        for row, entry in zip(rows_N.tolist(), entries, strict=True):
-            by_row[row] = entry
-        return tuple(by_row)
+        rows = self._tensor(rows_N)
+        num_top_N = self._num_top[seats_S[rows_N]].tolist()
+        return rows_N.tolist(), ScoredTokens(logits_SV[rows], token_ids_S[rows], num_top_N)
 
     def _seat_of(self, seat: int) -> _Seat:
         state = self._seats[seat]
@@ -288,7 +302,7 @@ class Sampler:
         return state
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return uploaded(array, self._device)
 
 
 def _needs_of(seating: Seating) -> Need:

@@ -140,8 +140,8 @@ def test_a_grammar_that_cannot_be_followed_ends_its_row_and_no_other() -> None:
         sampler.seat(seating(seat, grammar=grammar))
     logits = torch.zeros(2, NUM_LOGITS)
     seats = np.array([0, 1])
-    assert not sampler.sample(logits, seats, np.array([2, 2])).is_faulty_S.any()
-    assert sampler.sample(logits, seats, np.array([3, 3])).is_faulty_S.tolist() == [True, False]
+    assert not sampler.sample(logits, seats, np.array([2, 2])).read().is_faulty_S.any()
+    assert sampler.sample(logits, seats, np.array([3, 3])).read().is_faulty_S.tolist() == [True, False]
     sampler.close()
     broken.close()
 
@@ -157,7 +157,7 @@ def test_sampled_rows_keep_to_their_grammar_and_others_are_free() -> None:
     for position in range(2, 8):
         drawn = sampler.sample(
             torch.randn(3, NUM_LOGITS, generator=generator), np.array([0, 1, 3]), np.full(3, position)
-        )
+        ).read()
         assert not drawn.is_faulty_S.any()
         for seat, token_id in zip((0, 1, 3), drawn.token_ids_S.tolist(), strict=True):
             texts[seat].append(token_id)

@@ -16,11 +16,23 @@ from tokenspeed.execution.kv_cache import PoolSize
 from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.decoder import TOKEN_IDS
+from tokenspeed.spmd.step import StepInput
 
 FULL = CacheGroup(GroupKind.FULL, block_size=4, num_blocks=60)
 WINDOW = CacheGroup(GroupKind.WINDOW, block_size=4, num_blocks=20, window=9)
 SIZE = PoolSize((FULL,), (), max_model_len=40, kv_bytes=0)
 SEATS = 5
+
+
+def built(buffers: InputBuffers, plan: StepPlan) -> StepInput:
+    return buffers.step(buffers.read(plan))
+
+
+def ran(buffers: InputBuffers, plan: StepPlan, token_ids: list[int]) -> None:
+    """The step has run, and sampled these tokens."""
+    inputs = buffers.read(plan)
+    buffers.commit(inputs, torch.tensor(token_ids, dtype=torch.int64))
+    buffers.advance(inputs)
 
 
 @pytest.fixture
@@ -59,9 +71,8 @@ def test_a_mixed_batch_equals_a_plain_loop(buffers: InputBuffers, tools: Any) ->
         pages=pages,
     )
     buffers.apply(first)
-    inputs = buffers.build(first)
-    assert inputs.step.sampled.tolist() == [8, 12]
-    buffers.commit(inputs, np.array([70, 71], dtype=np.int32))
+    assert built(buffers, first).sampled.tolist() == [8, 12]
+    ran(buffers, first, [70, 71])
     # The plan's context_len of a decode row is a lower bound: the device's own length counts.
     rows = [
         (1, RowKind.DECODE, 2, 1),
@@ -71,8 +82,9 @@ def test_a_mixed_batch_equals_a_plain_loop(buffers: InputBuffers, tools: Any) ->
     ]
     plan = tools.make_plan(1, rows, [20, 21, 22, 23, 24, 25, 30, 31, 32])
     buffers.apply(plan)
-    inputs = buffers.build(plan)
-    batch, token_ids_T = inputs.step.context, inputs.step.sources[TOKEN_IDS]
+    inputs = buffers.read(plan)
+    step = buffers.step(inputs)
+    batch, token_ids_T = step.context, step.sources[TOKEN_IDS]
     context_lens = [4, 9, 5, 0]
     positions = [
         (seat, context + offset)
@@ -85,7 +97,7 @@ def test_a_mixed_batch_equals_a_plain_loop(buffers: InputBuffers, tools: Any) ->
     assert batch.query_start.tolist() == [0, 1, 2, 8, 11]
     assert batch.seq_lens_R.tolist() == [5, 10, 11, 3]
     assert batch.groups[0].block_tables_RB.tolist() == [[table[row[0], index] for index in range(3)] for row in rows]
-    assert inputs.step.sampled.tolist() == [0, 1, 10]
+    assert step.sampled.tolist() == [0, 1, 10]
     assert (batch.max_query_len, batch.max_seq_len) == (6, 11)
     assert inputs.position_S.tolist() == [5, 10, 3]
     assert inputs.seats_S.tolist() == [1, 3, 2]
@@ -96,7 +108,7 @@ def test_a_mixed_batch_equals_a_plain_loop(buffers: InputBuffers, tools: Any) ->
 def test_a_batch_is_not_changed_by_the_next_step(buffers: InputBuffers, tools: Any) -> None:
     plan = tools.make_plan(0, [(0, 1, 0, 3)], [1, 2, 3], seated=[0], pages=[(0, 0, 9)])
     buffers.apply(plan)
-    batch = buffers.build(plan).step.context
+    batch = built(buffers, plan).context
     buffers.apply(tools.make_plan(1, [], seated=[0], pages=[(0, 0, 10)]))
     assert batch.groups[0].block_tables_RB.tolist() == [[9]]
 
@@ -104,11 +116,10 @@ def test_a_batch_is_not_changed_by_the_next_step(buffers: InputBuffers, tools: A
 def test_rows_without_sampling_and_empty_plans(buffers: InputBuffers, tools: Any) -> None:
     plan = tools.make_plan(0, [(0, RowKind.PREFILL, 0, 3)], [1, 2, 3], seated=[0], pages=[(0, 0, 9)])
     buffers.apply(plan)
-    inputs = buffers.build(plan)
-    assert inputs.step.sampled.shape == (0,)
-    buffers.commit(inputs, np.zeros(0, dtype=np.int32))
+    assert built(buffers, plan).sampled.shape == (0,)
+    ran(buffers, plan, [])
     assert buffers.seq_len[0] == 3
-    assert buffers.build(tools.make_plan(1, [])).step.sources[TOKEN_IDS].shape == (0,)
+    assert built(buffers, tools.make_plan(1, [])).sources[TOKEN_IDS].shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +136,7 @@ def test_plans_out_of_contract_are_bugs(buffers: InputBuffers, tools: Any, plan:
 
     def run() -> None:
         buffers.apply(made)
-        buffers.build(made)
+        buffers.read(made)
 
     with pytest.raises(AssertionError, match=words):
         run()
@@ -143,19 +154,19 @@ def test_each_group_has_tables_of_its_own(grouped: InputBuffers, tools: Any) -> 
     pages = [(2, 0, index, 30 + index) for index in range(4)] + [(2, 1, index, 20 - index) for index in range(4)]
     plan = tools.make_plan(0, [(2, RowKind.PREFILL, 0, 14)], list(range(14)), seated=[2], pages=pages)
     grouped.apply(plan)
-    inputs = grouped.build(plan)
-    full, window = inputs.step.context.groups
-    assert [layer.group for layer in inputs.step.context.kv_layers] == [1, 0]
-    assert [len(layer.k) for layer in inputs.step.context.kv_layers] == [21, 61]
+    batch = built(grouped, plan).context
+    full, window = batch.groups
+    assert [layer.group for layer in batch.kv_layers] == [1, 0]
+    assert [len(layer.k) for layer in batch.kv_layers] == [21, 61]
     assert full.block_tables_RB.tolist() == [[30, 31, 32, 33]]
     assert window.block_tables_RB.tolist() == [[20, 19, 18, 17]]
     assert full.slot_mapping_T.tolist() == [(30 + at // 4) * 4 + at % 4 for at in range(14)]
     assert window.slot_mapping_T.tolist() == [(20 - at // 4) * 4 + at % 4 for at in range(14)]
-    grouped.commit(inputs, np.zeros(0, dtype=np.int32))
+    ran(grouped, plan, [])
     # The next token sits at 14 and looks back to 6: block 0 has expired and may go to someone else.
     plan = tools.make_plan(1, [(2, RowKind.DECODE, 14, 1)], pages=[(2, 1, 0, 0), (3, 1, 0, 20)])
     grouped.apply(plan)
-    full, window = grouped.build(plan).step.context.groups
+    full, window = built(grouped, plan).context.groups
     assert full.block_tables_RB.tolist() == [[30, 31, 32, 33]]
     assert window.block_tables_RB.tolist() == [[0, 19, 18, 17]]
     assert window.slot_mapping_T.tolist() == [17 * 4 + 2]
@@ -165,7 +176,7 @@ def test_each_group_has_tables_of_its_own(grouped: InputBuffers, tools: Any) -> 
 
 
 def test_pages_are_zeroed_and_copied_in_their_own_group(grouped: InputBuffers, tools: Any) -> None:
-    window, full = grouped.build(tools.make_plan(0, [])).step.context.kv_layers
+    window, full = built(grouped, tools.make_plan(0, [])).context.kv_layers
     for layer in (window, full):
         layer.k[:] = torch.arange(len(layer.k)).view(-1, 1, 1, 1)
         layer.v.copy_(layer.k)

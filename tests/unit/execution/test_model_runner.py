@@ -221,7 +221,7 @@ def test_plans_are_copied_at_launch(runner: ModelRunner, tools: Any) -> None:
     for array in (plan.rows, plan.token_ids, plan.page_delta):
         array[:] = 1
     assert handle.wait().result.token_ids.tolist() == expected
-    assert handle.is_finished
+    assert handle.is_launched
 
 
 def test_info_says_what_runs(runner: ModelRunner, tools: Any, tiny_path: Path) -> None:

@@ -144,12 +144,12 @@ def test_pages_of_a_partition_are_moved_by_its_ranks(ranks: list[ModelRunner], t
     outputs = launch(ranks, tools.make_plan(1, [], store=store))
     for output in outputs:
         assert sorted(output.transfers) == [(lease, True) for lease, *_ in store]
-    held = [runner._buffers._kv_layers[0].k[[1, 17]].clone() for runner in ranks]
+    held = [runner._buffers.kv_layers[0].k[[1, 17]].clone() for runner in ranks]
     load = [(9, group, 30 + group, 3 + group) for group in range(num_partitions)]
     launch(ranks, tools.make_plan(2, [], load=load))
     for rank, runner in enumerate(ranks):
         own = 0 if num_partitions == 1 else rank
-        assert torch.equal(runner._buffers._kv_layers[0].k[30 + own], held[rank][own])
+        assert torch.equal(runner._buffers.kv_layers[0].k[30 + own], held[rank][own])
         assert held[rank][own].any()
 
 

@@ -40,7 +40,7 @@ def decode(runner: ModelRunner, tools: Any, seat: int) -> int:
 def test_stored_pages_come_back_after_their_own_were_overwritten(runner: ModelRunner, tools: Any) -> None:
     prefill(runner, tools, 0, 1)
     expected = decode(runner, tools, 0)
-    layers = runner._buffers._kv_layers
+    layers = runner._buffers.kv_layers
     before = [layer.k[[1, 2, 3]].clone() for layer in layers]
     stored = runner.launch(tools.make_plan(2, [], store=[(4, 0, 1, 9), (4, 0, 2, 10), (5, 0, 3, 1)]), []).wait()
     assert stored.transfers == ((4, True), (5, True))

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tokenspeed.core.request import SamplingParams
+from tokenspeed.execution.drawn import SamplerOutput
 from tokenspeed.execution.logprobs import LOGPROB_MIN, token_logprobs
-from tokenspeed.execution.sampler import Sampler, SamplerOutput
+from tokenspeed.execution.sampler import Sampler
 from tokenspeed.kernels.ops.sampling import SamplingInputs
 from tokenspeed.kernels.registry import KernelContext, bind
 
@@ -47,7 +48,7 @@ def logits(num_rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def sample(sampler: Sampler, logits_SV: torch.Tensor, seats: list[int], positions: list[int]) -> SamplerOutput:
-    return sampler.sample(logits_SV, np.array(seats, dtype=np.int64), np.array(positions, dtype=np.int64))
+    return sampler.sample(logits_SV, np.array(seats, dtype=np.int64), np.array(positions, dtype=np.int64)).read()
 
 
 def test_greedy_seats_give_the_op_nothing_to_do(sampler: Sampler, recorder: Recorder, tools: Any) -> None:

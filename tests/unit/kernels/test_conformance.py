@@ -21,7 +21,7 @@ from tokenspeed.kernels.conformance import Case, Tolerance
 from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution, bind, op_names, solutions_of
 
 DTYPES = (torch.float32, torch.bfloat16)
-ELSEWHERE = {"collective"}  # test_collective.py: it needs several ranks
+ELSEWHERE = {"collective", "decode_step"}  # a test file each: several ranks, a whole model
 
 
 def cases_module(op: str) -> Any:

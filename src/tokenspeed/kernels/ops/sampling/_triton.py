@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device code of sampling: `survey` reads the logits once, `settle` makes a token of what it found. Knows no tensors.
+
+survey: one program for a block of B tokens of a row. It edits the logits, adds the noise of the draw and leaves a few
+numbers: fields of `facts`, (NUM_FACTS, S, N) float32, and the best token, (S, N) int32, for N blocks a row. Rows that
+are filtered leave more: what a softmax needs and, for top-k, the maxima of G groups of the block.
+
+settle: one program a row. A greedy or open row's token is the best of its blocks' best. A filtered row goes on:
+1. a bound below which nothing can be kept (min-p: exact; top-k: the k-th of the group maxima; top-p alone: the tokens
+   below it could not weigh 1 − p together), and a list of the C tokens that reach it. A list that overflows is no
+   list: the row itself is read in its place.
+2. the k-th of the list by its bits, eight at a time, and the mass of what top-k and min-p keep.
+3. the draw. A kept set holds each token that is more likely than one in it. So the winner of the open draw, where it
+   is kept, is the winner of the filtered draw; where it is not, neither is any token as likely or less, and the next
+   winner is looked for among the more likely ones. Each look drops a random part of what remains.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
+
+RAW_MAX: tl.constexpr = tl.constexpr(0)  # of the logits as they came, +inf for NaN
+BEST: tl.constexpr = tl.constexpr(1)  # the score that decides: edited logit, or scaled logit and noise
+SCALED_MAX: tl.constexpr = tl.constexpr(2)  # filtered rows: of edited logit / temperature
+EXP_SUM: tl.constexpr = tl.constexpr(3)  # filtered rows: of e^(scaled − SCALED_MAX)
+INF: tl.constexpr = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _ln(x, FAST: tl.constexpr):
+    """Natural logarithm; FAST is the processor's own, off by 2⁻²² at most (absolute in ½…2, else relative)."""
+    if FAST:
+        return libdevice.fast_logf(x)
+    return tl.log(x)
+
+
+@triton.jit
+def _mix64(x):
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _mix32(x):
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _row_key(seed_ptr, position_ptr, row):
+    """What the noise of a row hashes, uint64."""
+    seed = tl.load(seed_ptr + row).to(tl.uint64)
+    return _mix64(_mix64(seed) ^ tl.load(position_ptr + row).to(tl.uint64))
+
+
+@triton.jit
+def _gumbel(ids, key, FAST: tl.constexpr):
+    """−ln(E) for E = −ln(1 − u), the noise of the reference. E is what decides, most of all where it is small; there
+    1 − u would round it away, so a series stands for the logarithm (u < 1/16: off by 1e-8 of E)."""
+    bits = _mix32(ids.to(tl.uint32) * 0x9E3779B1 + key.to(tl.uint32))
+    bits = _mix32(bits ^ (key >> 32).to(tl.uint32)) & 0x7FFFFFFF
+    u = tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31), 1.0 - 2.0**-24)
+    series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * (1.0 / 4 + u * (1.0 / 5 + u * (1.0 / 6))))))
+    return -_ln(tl.where(u < 0.0625, series, -_ln(1.0 - u, FAST)), FAST)
+
+
+@triton.jit
+def _index_of(rows_ptr, num, row):
+    """Where row stands in rows_ptr, (num,) int64; −1 where it does not."""
+    found = -1
+    start = 0
+    while start < num:
+        index = start + tl.arange(0, 64)
+        is_it = tl.load(rows_ptr + index, mask=index < num, other=-1) == row
+        found = tl.maximum(found, tl.max(tl.where(is_it, index, -1), 0))
+        start += 64
+    return found
+
+
+@triton.jit
+def _penalised(
+    logit, ids, is_real, row, rows_ptr, num, counts_ptr, counts_step, prompt_ptr, prompt_step,
+    presence_ptr, frequency_ptr, repetition_ptr, HAS_PROMPT: tl.constexpr,
+):  # fmt: skip
+    """The logits of a block after penalties."""
+    index = _index_of(rows_ptr, num, row)
+    if index >= 0:
+        counts = tl.load(counts_ptr + index.to(tl.int64) * counts_step + ids, mask=is_real, other=0)
+        if HAS_PROMPT:
+            is_prompt = tl.load(prompt_ptr + index.to(tl.int64) * prompt_step + ids, mask=is_real, other=0) != 0
+            factor = tl.load(repetition_ptr + index)
+            repeated = tl.where(logit > 0, tl.div_rn(logit, factor), logit * factor)
+            logit = tl.where(is_prompt | (counts > 0), repeated, logit)
+        logit = logit - tl.load(frequency_ptr + index) * counts.to(tl.float32)
+        logit = tl.where(counts > 0, logit - tl.load(presence_ptr + index), logit)
+    return logit
+
+
+@triton.jit
+def _with_edits(logit, ids, first_id, row, rows_ptr, ids_ptr, values_ptr, num, BLOCK: tl.constexpr):
+    """The logits of a block with the values of its edits added, in their order."""
+    start = 0
+    while start < num:
+        index = start + tl.arange(0, 64)
+        is_row = tl.load(rows_ptr + index, mask=index < num, other=-1) == row
+        edited_id = tl.load(ids_ptr + index, mask=is_row, other=-1)
+        is_here = is_row & (edited_id >= first_id) & (edited_id < first_id + BLOCK)
+        left = tl.sum(is_here.to(tl.int32), 0)
+        last = -1
+        while left > 0:  # few of a row's edits lie in one block
+            last = tl.min(tl.where(is_here & (index > last), index, 0x7FFFFFFF), 0)
+            logit = tl.where(ids == tl.load(ids_ptr + last), logit + tl.load(values_ptr + last), logit)
+            left -= 1
+        start += 64
+    return logit
+
+
+@triton.jit
+def _masked(logit, ids, is_real, row, rows_ptr, bits_ptr, bits_step, num):
+    """The logits of a block, −inf where the row's mask has no bit."""
+    index = _index_of(rows_ptr, num, row)
+    if index >= 0:
+        words = tl.load(bits_ptr + index.to(tl.int64) * bits_step + ids // 32, mask=is_real, other=0)
+        logit = tl.where(((words >> (ids % 32)) & 1) != 0, logit, -INF)
+    return logit
+
+
+@triton.jit
+def _is_filtered(row, top_k_ptr, top_p_ptr, min_p_ptr):
+    return (tl.load(top_k_ptr + row) > 0) | (tl.load(top_p_ptr + row) < 1.0) | (tl.load(min_p_ptr + row) > 0.0)
+
+
+@triton.jit
+def survey(
+    logits_ptr, row_step, id_step, first_row,
+    penalty_rows_ptr, num_penalties, counts_ptr, counts_step, prompt_ptr, prompt_step,
+    presence_ptr, frequency_ptr, repetition_ptr,
+    edit_rows_ptr, edit_ids_ptr, edit_values_ptr, num_edits,
+    mask_rows_ptr, mask_bits_ptr, mask_step, num_masks,
+    temperature_ptr, seed_ptr, position_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    facts_ptr, best_ids_ptr, group_max_ptr, edited_ptr,
+    VOCAB_SIZE: tl.constexpr, GREEDY_BELOW: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr, HAS_PROMPT: tl.constexpr, HAS_EDITS: tl.constexpr, HAS_MASKS: tl.constexpr,
+    HAS_DRAWS: tl.constexpr, HAS_FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (block, row). first_row: the row of the whole call that row 0 of this launch is."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    num_blocks, num_rows = tl.num_programs(0), tl.num_programs(1)
+    if PDL:
+        gdc_launch_dependents()
+    first_id = block * BLOCK
+    ids = first_id + tl.arange(0, BLOCK)
+    is_real = ids < VOCAB_SIZE
+    logit = tl.load(logits_ptr + row.to(tl.int64) * row_step + ids * id_step, mask=is_real, other=-INF)
+    facts_ptr += row * num_blocks + block
+    field_step = num_rows * num_blocks
+    tl.store(facts_ptr + RAW_MAX * field_step, tl.max(tl.where(logit == logit, logit, INF), 0))  # noqa: PLR0124
+
+    call_row = first_row + row
+    if HAS_PENALTIES:
+        logit = _penalised(
+            logit, ids, is_real, call_row, penalty_rows_ptr, num_penalties, counts_ptr, counts_step,
+            prompt_ptr, prompt_step, presence_ptr, frequency_ptr, repetition_ptr, HAS_PROMPT,
+        )  # fmt: skip
+    if HAS_EDITS:
+        logit = _with_edits(
+            logit, ids, first_id, call_row, edit_rows_ptr, edit_ids_ptr, edit_values_ptr, num_edits, BLOCK
+        )
+    if HAS_MASKS:
+        logit = _masked(logit, ids, is_real, call_row, mask_rows_ptr, mask_bits_ptr, mask_step, num_masks)
+
+    score = logit
+    if HAS_DRAWS:
+        temperature = tl.load(temperature_ptr + row)
+        if temperature >= GREEDY_BELOW:
+            scaled = tl.div_rn(logit, temperature)
+            score = scaled + _gumbel(ids, _row_key(seed_ptr, position_ptr, row), FAST)
+            if HAS_FILTERS:  # noqa: SIM102 (known to the compiler, unlike the next)
+                if _is_filtered(row, top_k_ptr, top_p_ptr, min_p_ptr):
+                    top = tl.max(scaled, 0)
+                    gap = scaled - tl.where(top == -INF, 0.0, top)
+                    tl.store(facts_ptr + SCALED_MAX * field_step, top)
+                    tl.store(facts_ptr + EXP_SUM * field_step, tl.sum(tl.exp(gap), 0))
+                    if tl.load(top_k_ptr + row) > 0:
+                        # Any grouping will do, so the compiler may take what lies near.
+                        group_max = tl.max(tl.reshape(logit, (GROUPS, BLOCK // GROUPS), can_reorder=True), 1)
+                        tl.store(group_max_ptr + (row * num_blocks + block) * GROUPS + tl.arange(0, GROUPS), group_max)
+                    if HAS_PENALTIES or HAS_EDITS or HAS_MASKS:
+                        tl.store(edited_ptr + row.to(tl.int64) * VOCAB_SIZE + ids, logit, mask=is_real)
+    best, offset = tl.max(score, 0, return_indices=True)
+    tl.store(facts_ptr + BEST * field_step, best)
+    tl.store(best_ids_ptr + row * num_blocks + block, first_id + offset)
+
+
+@triton.jit
+def _kth(source_ptr, step, num, low, k, NUM_DIGITS: tl.constexpr, TILE: tl.constexpr):
+    """The k-th highest of source_ptr[: num] that are ≥ low (there are k), read from its first 8 · NUM_DIGITS bits: the
+    lowest number that has them, so a number ≤ it for less than 4."""
+    digits = tl.arange(0, 256)
+    prefix = 0
+    for digit in tl.static_range(NUM_DIGITS):
+        counts = tl.zeros([256], tl.int32)
+        start = 0
+        while start < num:
+            index = start + tl.arange(0, TILE)
+            value = tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF)
+            bits = value.to(tl.int32, bitcast=True)
+            order = (bits ^ tl.where(bits < 0, -1, -0x7FFFFFFF - 1)).to(tl.uint32, bitcast=True)  # sorts like value
+            is_in = (index < num) & (value >= low)
+            if digit > 0:
+                is_in = is_in & ((order >> (32 - 8 * digit)).to(tl.int32) == prefix)
+            counts += tl.histogram(((order >> (24 - 8 * digit)) & 255).to(tl.int32), 256, mask=is_in)
+            start += TILE
+        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        chosen = tl.max(tl.where(at_least >= k, digits, 0), 0)
+        k -= tl.sum(tl.where(digits > chosen, counts, 0), 0)
+        prefix = (prefix << 8) | chosen
+    order = prefix << (32 - 8 * NUM_DIGITS)
+    value = (order ^ tl.where(order < 0, -0x7FFFFFFF - 1, -1)).to(tl.float32, bitcast=True)
+    return tl.where(value == value, value, -INF)  # noqa: PLR0124 (−inf with its last bits cut off reads as NaN)
+
+
+@triton.jit
+def _listed(
+    row_ptr, step, temperature, top, low, low_gap, list_ptr, list_ids_ptr,
+    VOCAB_SIZE: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """How many tokens have a logit ≥ low and a gap to the top ≥ low_gap; the first CAPACITY of them go to the list."""
+    num = 0
+    for start in range(0, VOCAB_SIZE, TILE):
+        ids = start + tl.arange(0, TILE)
+        logit = tl.load(row_ptr + ids.to(tl.int64) * step, mask=ids < VOCAB_SIZE, other=-INF)
+        is_in = (logit > -INF) & (logit >= low) & (tl.div_rn(logit, temperature) - top >= low_gap)
+        slot = num + tl.cumsum(is_in.to(tl.int32), 0) - 1
+        is_stored = is_in & (slot < CAPACITY)
+        tl.store(list_ptr + slot, logit, mask=is_stored)
+        tl.store(list_ids_ptr + slot, ids, mask=is_stored)
+        num += tl.sum(is_in.to(tl.int32), 0)
+    tl.debug_barrier()  # what one thread wrote, others read
+    return num
+
+
+@triton.jit
+def _mass(source_ptr, step, num, temperature, top, low, low_gap, above, TILE: tl.constexpr):
+    """Σ e^gap over the kept tokens whose logit is above `above`, and how many they are."""
+    mass = tl.zeros([TILE], tl.float32)
+    count = tl.zeros([TILE], tl.int32)
+    start = 0
+    while start < num:
+        index = start + tl.arange(0, TILE)
+        logit = tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF)
+        gap = tl.div_rn(logit, temperature) - top
+        is_in = (logit > above) & (logit >= low) & (gap >= low_gap)
+        mass += tl.where(is_in, tl.exp(gap), 0.0)
+        count += is_in.to(tl.int32)
+        start += TILE
+    return tl.sum(mass, 0), tl.sum(count, 0)
+
+
+@triton.jit
+def _drawn(
+    source_ptr, step, num, ids_ptr, is_listed, temperature, top, low, low_gap, above, key,
+    FAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The draw among the kept tokens whose logit is above `above`: its place in the source, its id and its logit."""
+    best = tl.full([TILE], -INF, tl.float32)
+    best_index = tl.arange(0, TILE)
+    start = 0
+    while start < num:
+        index = start + tl.arange(0, TILE)
+        logit = tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF)
+        listed_ids = tl.load(ids_ptr + index, mask=is_listed & (index < num), other=0)
+        scaled = tl.div_rn(logit, temperature)
+        is_in = (logit > above) & (logit >= low) & (scaled - top >= low_gap)
+        score = tl.where(is_in, scaled + _gumbel(tl.where(is_listed, listed_ids, index), key, FAST), -INF)
+        best_index = tl.where(score > best, index, best_index)
+        best = tl.maximum(best, score)
+        start += TILE
+    # Of equal scores the lowest place, and so the lowest id.
+    place = tl.min(tl.where(best == tl.max(best, 0), best_index, 0x7FFFFFFF), 0)
+    place = tl.minimum(place, num - 1)
+    token_id = place
+    if is_listed:
+        token_id = tl.load(ids_ptr + place)
+    return token_id, tl.load(source_ptr + place.to(tl.int64) * step)
+
+
+@triton.jit
+def _filtered(
+    token_id, drawn_logit, row_ptr, step, temperature, key, top, exp_sum, top_k, top_p, min_p,
+    group_max_ptr, num_groups, list_ptr, list_ids_ptr,
+    VOCAB_SIZE: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The token of a filtered row, given the one of the open draw. top: the highest scaled logit."""
+    is_narrowed = (top_k > 0) | (min_p > 0.0)
+    low_gap = -INF
+    if min_p > 0.0:
+        low_gap = tl.minimum(tl.log(min_p), 0.0)  # the most likely token always stays
+    low = -INF
+    if (top_k > 0) & (top_k <= num_groups):
+        low = _kth(group_max_ptr, 1, num_groups, -INF, top_k.to(tl.int32), 2, TILE)
+    list_gap = low_gap
+    if (not is_narrowed) & (top_p < 1.0):
+        # Tokens below this weigh less than 1 − p together, however many they are; the margin is for rounding.
+        list_gap = tl.log(exp_sum * (1.0 - top_p) / VOCAB_SIZE) - 0.01
+    num = _listed(row_ptr, step, temperature, top, low, list_gap, list_ptr, list_ids_ptr, VOCAB_SIZE, CAPACITY, TILE)
+    num_in = num
+    is_listed = num <= CAPACITY
+    zero = tl.full([], 0, tl.int32)  # makes tensors of arguments that the compiler took for constants
+    source_ptr = list_ptr
+    source_step = zero + 1
+    if not is_listed:
+        source_ptr = row_ptr
+        source_step = zero + step
+        num = zero + VOCAB_SIZE
+    if (top_k > 0) & (top_k < num_in):
+        low = _kth(source_ptr, source_step, num, low, top_k.to(tl.int32), 4, TILE)
+
+    if (drawn_logit < low) | (tl.div_rn(drawn_logit, temperature) - top < low_gap):
+        token_id, drawn_logit = _drawn(
+            source_ptr, source_step, num, list_ids_ptr, is_listed, temperature, top, low, low_gap, -INF, key,
+            FAST, TILE,
+        )  # fmt: skip
+    if top_p < 1.0:
+        total = exp_sum
+        if is_narrowed:
+            total, _ = _mass(source_ptr, source_step, num, temperature, top, low, low_gap, -INF, TILE)
+        is_settled = False
+        while not is_settled:
+            mass, count = _mass(source_ptr, source_step, num, temperature, top, low, low_gap, drawn_logit, TILE)
+            is_settled = (count == 0) | (mass < top_p * total)
+            if not is_settled:
+                next_id, next_logit = _drawn(
+                    source_ptr, source_step, num, list_ids_ptr, is_listed, temperature, top, low, low_gap,
+                    drawn_logit, key, FAST, TILE,
+                )  # fmt: skip
+                is_settled = not (next_logit > drawn_logit)  # always it is; were it not, this would go on for ever
+                token_id = next_id
+                drawn_logit = next_logit
+    return token_id
+
+
+@triton.jit
+def settle(
+    logits_ptr, row_step, id_step, num_blocks,
+    temperature_ptr, seed_ptr, position_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    facts_ptr, best_ids_ptr, group_max_ptr, list_ptr, list_ids_ptr, token_ids_ptr, is_faulty_ptr,
+    VOCAB_SIZE: tl.constexpr, GREEDY_BELOW: tl.constexpr, MAX_BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr, HAS_FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row). logits_ptr: the edited logits where rows have edits."""
+    row, num_rows = tl.program_id(0), tl.num_programs(0)
+    if PDL:
+        gdc_wait()
+    blocks = tl.arange(0, MAX_BLOCKS)
+    is_real = blocks < num_blocks
+    field_step = num_rows * num_blocks
+    facts_ptr += row * num_blocks + blocks
+    raw_max = tl.max(tl.load(facts_ptr + RAW_MAX * field_step, mask=is_real, other=-INF), 0)
+    is_faulty = (raw_max == INF) | (raw_max == -INF)
+    best, block = tl.max(tl.load(facts_ptr + BEST * field_step, mask=is_real, other=-INF), 0, return_indices=True)
+    # Where nothing is above −inf the first block is as good as any; a faulty row may name one that is not there.
+    block = tl.where(block < num_blocks, block, 0)
+    token_id = tl.load(best_ids_ptr + row * num_blocks + block)
+    if HAS_FILTERS:
+        temperature = tl.load(temperature_ptr + row)
+        is_drawn = (temperature >= GREEDY_BELOW) & (best > -INF) & (not is_faulty)
+        if is_drawn & _is_filtered(row, top_k_ptr, top_p_ptr, min_p_ptr):
+            block_top = tl.load(facts_ptr + SCALED_MAX * field_step, mask=is_real, other=-INF)
+            block_sum = tl.load(facts_ptr + EXP_SUM * field_step, mask=is_real, other=0.0)
+            top = tl.max(block_top, 0)
+            row_ptr = logits_ptr + row.to(tl.int64) * row_step
+            token_id = _filtered(
+                token_id, tl.load(row_ptr + token_id.to(tl.int64) * id_step), row_ptr, id_step, temperature,
+                _row_key(seed_ptr, position_ptr, row), top, tl.sum(block_sum * tl.exp(block_top - top), 0),
+                tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
+                group_max_ptr + row * num_blocks * GROUPS, num_blocks * GROUPS,
+                list_ptr + row * CAPACITY, list_ids_ptr + row * CAPACITY, VOCAB_SIZE, CAPACITY, TILE, FAST,
+            )  # fmt: skip
+    tl.store(token_ids_ptr + row, tl.where(is_faulty, 0, token_id).to(tl.int64))
+    tl.store(is_faulty_ptr + row, is_faulty)

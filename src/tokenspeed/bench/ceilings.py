@@ -1,41 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine can do at most, measured: bytes read and operations of a matrix product, in a second.
 
-A floor is what a call must read or compute over these. Knows no model and no kernel.
+A floor is what a call must read or compute over these. As a program it prints them as JSON, so that a process that
+measures an engine need not hold memory of the GPU itself. Knows no model and no kernel.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib.util
+import json
 import statistics
-from dataclasses import dataclass
+import sys
+from typing import get_args
 
 import torch
 
 from tokenspeed.bench.clock import Call, Clock, clock_of
+from tokenspeed.bench.floor import Ceilings
+from tokenspeed.core.config import Device, DType
 
 _MATRIX_SIZE = 8192
 _CPU_MATRIX_SIZE = 1024
 _READ_BYTES_MAX = 8 << 30
 _CPU_READ_BYTES = 256 << 20
 _NUM_READS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """device: its name. cache_bytes: what rotates through less than this may be read from a cache."""
-
-    device: str
-    read_bytes_s: float
-    flop_s: float
-    cache_bytes: int
-
-    def floor_s(self, num_bytes: float, flop: float) -> float:
-        """The least time for so much."""
-        return max(num_bytes / self.read_bytes_s, flop / self.flop_s)
-
-    def __str__(self) -> str:
-        return f"{self.device}: reads {self.read_bytes_s / 1e12:.3f} TB/s, computes {self.flop_s / 1e12:.3g} TFLOP/s"
 
 
 def measure(device: str, dtype: torch.dtype) -> Ceilings:
@@ -79,3 +69,21 @@ def _cuda_product_s(dtype: torch.dtype) -> float:
 def _median_s(call: Call, num_calls: int, clock: Clock) -> float:
     """The median time of a call after some that warm up."""
     return statistics.median([clock(call) for _ in range(num_calls + 3)][3:])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the ceilings of the device that an engine with these settings would take."""
+    parser = argparse.ArgumentParser(prog="tokenspeed.bench.ceilings")
+    parser.add_argument("--device", choices=get_args(Device), default="auto")
+    parser.add_argument("--dtype", choices=get_args(DType), default="auto")
+    options = parser.parse_args(arguments)
+    has_gpu = torch.cuda.is_available() and options.device != "cpu"
+    default = torch.bfloat16 if has_gpu else torch.float32
+    dtype = default if options.dtype == "auto" else getattr(torch, options.dtype)
+    ceilings = measure("cuda" if has_gpu else "cpu", dtype)
+    print(json.dumps({"is_gpu": has_gpu, **dataclasses.asdict(ceilings)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from tokenspeed.bench import report
-from tokenspeed.bench.ceilings import Ceilings, measure
+from tokenspeed.bench.ceilings import measure
 from tokenspeed.bench.clock import Call, Clock, clock_of
+from tokenspeed.bench.floor import Ceilings
 from tokenspeed.core.errors import ConfigError
 from tokenspeed.kernels.conformance import BenchCase, Case, Tolerance
 from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution, op_names, solutions_of
@@ -48,6 +49,11 @@ class KernelTime:
     seconds: float | None
     check: float | None
     note: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it failed or differs from the reference."""
+        return self.note != ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: serve, generate, chat, models, doctor, top, sessions. Flags become configuration; every user error
-is one line.
+"""The command line: serve, generate, chat, models, doctor, bench, top, sessions. Flags become configuration; every user
+error is one line.
 
 Knows flags and terminals; all work is done by the rooms below.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenspeed import __version__
+from tokenspeed.cli.bench import add_bench
 from tokenspeed.cli.doctor import run_doctor, run_models
 from tokenspeed.cli.flags import (
     PLAN_FLAGS,
@@ -98,14 +99,21 @@ def _parser() -> argparse.ArgumentParser:
     text = "say instead what each rank of this model would hold and exchange, by its configuration alone"
     doctor.add_argument("--plan", nargs="?", const=True, metavar="MODEL", help=text)
     add_flags(doctor, PLAN_FLAGS)
+    text = "measure an engine or single kernels, beside the least time that this machine allows"
+    add_bench(commands.add_parser("bench", help=text, description=f"{text[0].upper()}{text[1:]}."), _complete)
     return parser
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    _complete(parser, run)
+    return parser
+
+
+def _complete(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    """What every command has."""
     parser.add_argument("--debug", action="store_true", help="verbose log, and a traceback for every error")
     parser.set_defaults(run=run, builds_model=False)
-    return parser
 
 
 def _follow(options: argparse.Namespace, launched: LaunchedRank) -> int:

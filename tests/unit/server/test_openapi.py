@@ -110,6 +110,17 @@ def test_with_a_key_the_document_says_so_and_stays_open(start: Any) -> None:
         assert (status == 200) is is_open, path
 
 
+def test_the_page_hides_the_key_where_none_is_asked_for_whatever_its_style_sets(shared: Any) -> None:
+    page = shared.client.get("/docs").text
+    assert "[hidden] { display: none !important; }" in page
+    assert 'id="key-row" hidden' in page
+
+
+def test_the_page_marks_fields_that_are_refused_as_the_document_does(made: dict[str, Any]) -> None:
+    refused = made["components"]["schemas"]["ChatBody"]["properties"]["cache_salt"]
+    assert refused["enum"] == [None], "isRefused of the page looks for this"
+
+
 def test_the_page_needs_no_other_host(shared: Any) -> None:
     response = shared.client.get("/docs")
     assert response.status_code == 200

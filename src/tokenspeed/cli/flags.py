@@ -49,7 +49,8 @@ MODEL_FLAGS = (
     Flag(("--chat-template",), ModelConfig, "chat_template", "jinja file in place of the model's own", "FILE"),
     Flag(("--device",), DeviceConfig, "device", "where it runs"),
     Flag(("--threads",), DeviceConfig, "num_threads", "CPU threads (the physical cores allowed to us)", "N"),
-    Flag(("--block-size", "--page-size"), CacheConfig, "block_size", "tokens in a KV block", "TOKENS"),
+    Flag(("--graphs",), DeviceConfig, "graphs", "replay small steps as graphs of the device"),
+    Flag(("--block-size", "--page-size"), CacheConfig, "block_size", "tokens in a KV block (16, on a GPU 64)", "TOKENS"),
     Flag(
         ("--kv-tokens", "--max-total-tokens"),
         CacheConfig,
@@ -61,7 +62,7 @@ MODEL_FLAGS = (
         ("--memory-fraction", "--gpu-memory-utilization", "--mem-fraction-static"),
         CacheConfig,
         "memory_fraction",
-        "that share",
+        "that share (0.5, on a GPU 0.9)",
         "F",
     ),
     Flag(("--host-kv-tokens",), CacheConfig, "host_tokens", "host memory for evicted blocks; 0 is off", "TOKENS"),

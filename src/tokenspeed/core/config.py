@@ -37,14 +37,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV pool. kv_tokens: its size in tokens; None takes memory_fraction of what is free after loading.
+    """The KV pool. block_size: tokens of a page; None takes 16, on a GPU 64. kv_tokens: its size in tokens; None takes
+    memory_fraction of what is free after loading. memory_fraction: None takes 0.5, on a GPU 0.9.
     host_tokens: size in tokens of the host tier, where evicted blocks wait to come back; 0 means none. host_store: a
     block goes there as soon as it is full (seal), or when its memory is about to be wanted (pressure). events: the
     engine can tell what the prefix cache gains and loses."""
 
-    block_size: int = 16
+    block_size: int | None = None
     kv_tokens: int | None = None
-    memory_fraction: float = 0.5
+    memory_fraction: float | None = None
     prefix_caching: bool = True
     host_tokens: int = 0
     host_store: HostStoreName = "seal"
@@ -52,7 +53,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a step. max_num_batched_tokens: None takes 2048 on a GPU, and on a CPU what it computes in a quarter of
+    """Limits of a step. max_num_batched_tokens: None takes 8192 on a GPU, and on a CPU what it computes in a quarter of
     a second, so that a long prompt holds up neither other streams nor a cancellation. overlap_depth: steps planned
     ahead of the last result, 0 or 1. ageing_steps: waiting this many steps lifts a request by one priority class."""
 
@@ -64,11 +65,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where it runs. num_threads: CPU threads of kernels; None takes the physical cores allowed to us."""
+    """Where it runs. num_threads: CPU threads of kernels; None takes the physical cores allowed to us. graphs: steps of
+    few tokens are captured as graphs of the device, where it has such."""
 
     device: Device = "auto"
     num_threads: int | None = None
     kernel_overrides: tuple[tuple[str, str], ...] = ()
+    graphs: bool = True
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> EngineConfig:
         """This configuration, or ConfigError naming the flag."""
         cache, scheduler, model = self.cache, self.scheduler, self.model
-        block_size = cache.block_size
+        block_size = cache.block_size or 16
         _require(block_size in (8, 16, 32, 64, 128), f"--block-size {block_size}: use 8, 16, 32, 64 or 128")
         if cache.kv_tokens is not None:
             _require(
@@ -110,7 +113,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"give at least {2 * block_size}",
             )
         _validate_host_tier(cache)
-        _require(0.0 < cache.memory_fraction <= 0.95, f"--memory-fraction {cache.memory_fraction}: use 0.05 to 0.95")
+        fraction = cache.memory_fraction
+        _require(fraction is None or 0.0 < fraction <= 0.95, f"--memory-fraction {fraction}: use 0.05 to 0.95")
         _require(1 <= scheduler.max_num_seqs <= 4096, f"--max-num-seqs {scheduler.max_num_seqs}: use 1 to 4096")
         if scheduler.max_num_batched_tokens is not None:
             _require(
@@ -235,10 +239,11 @@ def _validate_host_tier(cache: CacheConfig) -> None:
             cache.host_store == "seal", f"--host-store {cache.host_store} without a host tier: give --host-kv-tokens"
         )
         return
+    block_size = cache.block_size or 16
     _require(
-        cache.host_tokens >= cache.block_size,
+        cache.host_tokens >= block_size,
         f"--host-kv-tokens {cache.host_tokens}: the host tier is too small for one block; give at least "
-        f"{cache.block_size}, or 0 for none",
+        f"{block_size}, or 0 for none",
     )
     _require(
         cache.prefix_caching,

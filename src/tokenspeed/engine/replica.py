@@ -208,7 +208,9 @@ def share_of_machine(config: EngineConfig, num_local_ranks: int, num_cores: int,
     """The configuration of each of several ranks on a machine: they share its cores and, without GPUs of their own, its
     memory."""
     num_threads = config.device.num_threads or max(1, num_cores // num_local_ranks)
-    fraction = config.cache.memory_fraction / (num_local_ranks if on_cpu else 1)
+    fraction = config.cache.memory_fraction
+    if on_cpu:
+        fraction = (fraction or 0.5) / num_local_ranks
     return msgspec.structs.replace(
         config,
         device=msgspec.structs.replace(config.device, num_threads=num_threads),

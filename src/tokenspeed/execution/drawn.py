@@ -32,32 +32,31 @@ class SamplerOutput:
 
 
 class Drawn:
-    """The tokens of a step. token_ids_S: int64 on the device; told_2S: these and whether rows are faulty. lost_S: rows
-    that are faulty for reasons of the host. scored: some rows, and their log-probabilities. on_read: called once, with
-    what has come, before anybody sees it."""
+    """The tokens of a step. told_2S: int64 on the device, token ids and whether rows are faulty; the first num_rows
+    count. lost_S: rows that are faulty for reasons of the host. scored: some rows, and their log-probabilities.
+    on_read: called once, with what has come, before anybody sees it."""
 
     def __init__(
         self,
-        token_ids_S: torch.Tensor,
-        is_faulty_S: torch.Tensor,
+        told_2S: torch.Tensor,
+        num_rows: int,
         lost_S: BoolArray | None = None,
         scored: tuple[Sequence[int], ScoredTokens] | None = None,
         on_read: Callable[[SamplerOutput], None] | None = None,
     ) -> None:
-        self.token_ids_S = token_ids_S
-        self.told_2S = torch.stack([token_ids_S, is_faulty_S.to(torch.int64)])
-        self._told = Download(self.told_2S)
+        self.told_2S = told_2S
+        self._told = Download(told_2S)
+        self._num_rows = num_rows
         self._lost_S = lost_S
         self._scored = scored
         self._on_read = on_read
         self._lock = threading.Lock()
         self._output: SamplerOutput | None = None
 
-    @classmethod
-    def nothing(cls, device: torch.device) -> Drawn:
-        """Of a step that samples no row."""
-        none_S = torch.zeros(0, dtype=torch.int64, device=device)
-        return cls(none_S, none_S.bool())
+    @property
+    def token_ids_S(self) -> torch.Tensor:
+        """(S,) int64 on the device."""
+        return self.told_2S[0, : self._num_rows]
 
     def read(self) -> SamplerOutput:
         """The tokens on the host; waits for them. Any thread, any number of times. Raises what the device raises."""
@@ -69,7 +68,7 @@ class Drawn:
             return self._output
 
     def _read(self) -> SamplerOutput:
-        (told,) = self._told.wait()
+        told = self._told.wait()[0][:, : self._num_rows]
         is_faulty_S = told[1].astype(np.bool_)
         if self._lost_S is not None:
             is_faulty_S |= self._lost_S

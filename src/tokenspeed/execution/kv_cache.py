@@ -19,6 +19,7 @@ import torch
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import CapacityError, ConfigError
 from tokenspeed.core.plan import CacheGroup, GroupKind
+from tokenspeed.execution import placement
 from tokenspeed.execution.placement import available_memory_bytes, dtype_name, step_tokens
 from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
@@ -90,7 +91,7 @@ def size_pool(
             f"--max-model-len {wanted_len} exceeds the {model_len} tokens that the model was made for; "
             f"give at most {model_len}"
         )
-    block_size = config.cache.block_size
+    block_size = placement.block_size(config.cache, torch.device(ctx.device))
     windows, group_of_layer = group_layers(specs)
     demands = _demands(config, specs, (windows, group_of_layer), ctx)
     request_len = wanted_len if wanted_len is not None else model_len
@@ -146,9 +147,16 @@ def allocate(size: PoolSize, specs: Sequence[KvSpec], ctx: BuildContext) -> tupl
 def page_groups(size: PoolSize, layers: Sequence[KvLayer]) -> tuple[PageGroup, ...]:
     """The pages of each group, as block movers see them."""
     return tuple(
-        PageGroup(tuple(t for layer in layers if layer.group == g for t in layer.tensors), group.num_host_blocks)
+        PageGroup(
+            tuple(_as_stored(t) for layer in layers if layer.group == g for t in layer.tensors), group.num_host_blocks
+        )
         for g, group in enumerate(size.groups)
     )
+
+
+def _as_stored(pages: torch.Tensor) -> torch.Tensor:
+    """The pages with their dimensions in the order of memory, so that whole pages are copied in one piece."""
+    return pages if pages.is_contiguous() else pages.transpose(1, 2)
 
 
 def copy_pages(layers: Sequence[KvLayer], sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -174,8 +182,9 @@ def _demands(
     """What each group of group_layers asks for."""
     windows, group_of_layer = grouping
     block_bytes = [0] * len(windows)
+    block_size = placement.block_size(config.cache, torch.device(ctx.device))
     for spec, group in zip(specs, group_of_layer, strict=True):
-        block_bytes[group] += config.cache.block_size * _token_bytes(spec, ctx)
+        block_bytes[group] += block_size * _token_bytes(spec, ctx)
     return [
         _Demand(window, block_bytes[g], None if g == 0 or window is None else _window_blocks(config, window, ctx))
         for g, window in enumerate(windows)
@@ -186,7 +195,7 @@ def _window_blocks(config: EngineConfig, window: int, ctx: BuildContext) -> int:
     """Pages that a window group can make use of. The planner charges each running sequence the blocks that its window
     may touch and seven more, and sets four margins aside, each for what one step writes before older blocks expire. The
     step budget may be measured later than this: its upper limit counts."""
-    block_size = config.cache.block_size
+    block_size = placement.block_size(config.cache, torch.device(ctx.device))
     window_blocks = -(-(window - 1) // block_size) + _BLOCKS_BESIDE_WINDOW
     step_blocks = -(-step_tokens(config.scheduler, torch.device(ctx.device), None) // block_size) + 1
     return config.scheduler.max_num_seqs * window_blocks + _STEP_MARGINS * step_blocks
@@ -198,11 +207,18 @@ def _cache_group(demand: _Demand, num_blocks: int, num_host_blocks: int, block_s
 
 
 def _allocate_layer(group: CacheGroup, spec: KvSpec, ctx: BuildContext, number: int) -> KvLayer:
-    extent = (group.num_blocks + 1, group.block_size, spec.num_kv_heads, spec.head_dim)
-    k = _zeros(extent, ctx)
+    k = _pages(group, spec, ctx)
     if spec.value_dim is not None:
         return KvLayer(k, k[..., : spec.value_dim], number, v_in_k=True)
-    return KvLayer(k, _zeros(extent, ctx), number)
+    return KvLayer(k, _pages(group, spec, ctx), number)
+
+
+def _pages(group: CacheGroup, spec: KvSpec, ctx: BuildContext) -> torch.Tensor:
+    """(pages, block_size, heads, head_dim). On a GPU the tokens of a head lie together, a run that is read at once."""
+    num_pages = group.num_blocks + 1
+    if torch.device(ctx.device).type == "cpu":
+        return _zeros((num_pages, group.block_size, spec.num_kv_heads, spec.head_dim), ctx)
+    return _zeros((num_pages, spec.num_kv_heads, group.block_size, spec.head_dim), ctx).transpose(1, 2)
 
 
 def _zeros(extent: tuple[int, ...], ctx: BuildContext) -> torch.Tensor:
@@ -215,8 +231,10 @@ def _zeros(extent: tuple[int, ...], ctx: BuildContext) -> torch.Tensor:
 
 def _default_blocks(config: EngineConfig, request_len: int, demands: Sequence[_Demand], ctx: BuildContext) -> int:
     """Pages of the first group, so that all groups together stay within the memory that may be taken."""
-    most = min(config.scheduler.max_num_seqs * -(-request_len // config.cache.block_size), NUM_BLOCKS_MAX)
-    memory = int(available_memory_bytes(torch.device(ctx.device)) * config.cache.memory_fraction)
+    device = torch.device(ctx.device)
+    blocks_per_seat = -(-request_len // placement.block_size(config.cache, device))
+    most = min(config.scheduler.max_num_seqs * blocks_per_seat, NUM_BLOCKS_MAX)
+    memory = int(available_memory_bytes(device) * placement.memory_fraction(config.cache, device))
     fitting = bisect.bisect_right(range(most + 1), memory, key=lambda num_first: _pool_bytes(demands, num_first))
     return max(0, fitting - 1)
 

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +24,12 @@ from numpy.typing import NDArray
 
 from tokenspeed.checkpoints import ModelSource, ProgressFn
 from tokenspeed.core.config import EngineConfig
-from tokenspeed.core.errors import CapacityError, CheckpointError
+from tokenspeed.core.errors import CapacityError, CheckpointError, StartError
 from tokenspeed.core.ipc import KernelBinding, Vocabulary
 from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
 from tokenspeed.core.request import SamplingParams, TokenLogprobs
 from tokenspeed.execution import kv_cache, placement
+from tokenspeed.execution.cuda_graph import StepGraphs, step_sizes
 from tokenspeed.execution.drawn import SamplerOutput
 from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
@@ -83,10 +85,11 @@ class ModelRunner:
         self._seats = parts.seats
         buffers = self._buffers = parts.buffers
         self._sampling = parts.sampling
+        self._graphs: StepGraphs | None = None
         self._prompt_scorer = PromptScorer(info.vocab_size)
         self._is_spoilt = np.zeros(len(buffers.last_token), dtype=np.bool_)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._set_device = placement.device_setter(torch.device(info.device))
+        self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
+        self._own_stream = placement.own_stream(torch.device(info.device))
         self._thread = threading.Thread(target=self._work, name="model-runner", daemon=True)
         self._thread.start()
 
@@ -136,15 +139,19 @@ class ModelRunner:
         sampling = RankedSampler(sampler, communicator, device)
         runner = cls(info, _Parts(model, forward, seats, buffers, sampling, mover))
         if not isinstance(model, ScriptedModel):
+            placement.wait_for(device)
             try:
                 token_s = runner._warm_up(progress)
-            except CheckpointError:
+                if device.type != "cpu" and mesh.num_ranks == 1:
+                    runner._prepare_graphs(config, ctx, progress)
+            except StartError:
                 runner.close()
                 raise
             info = dataclasses.replace(
                 info, max_num_batched_tokens=placement.step_tokens(config.scheduler, device, token_s)
             )
             kv_cache.zero_pages(layers, torch.zeros(1, dtype=torch.int64, device=device))
+            placement.wait_for(device)
         runner.info = dataclasses.replace(info, load_s=time.monotonic() - started)
         return runner
 
@@ -174,11 +181,13 @@ class ModelRunner:
         self._sampling.close()
 
     def _work(self) -> None:
-        self._set_device()
         set_num_threads(self.info.num_threads)
-        with torch.inference_mode():
+        with self._own_stream(), torch.inference_mode():
             while (job := self._jobs.get()) is not None:
-                job.handle.launched(self._run(job))
+                if isinstance(job, _Job):
+                    job.handle.launched(self._run(job))
+                else:
+                    job()
 
     def _run(self, job: _Job) -> Callable[[], StepOutput]:
         """What reads the output of the step that was launched."""
@@ -223,13 +232,19 @@ class ModelRunner:
             return lambda: _without_tokens(plan, fault=False)
         inputs = buffers.read(plan)
         prompt_logprobs: tuple[PromptLogprobs | None, ...] = (None,) * len(plan.rows)
-        if self._prompt_scorer.has_work(inputs):
+        scores = self._prompt_scorer.has_work(inputs)
+        size = None if scores or self._graphs is None else self._graphs.fitting(inputs)
+        drawn = None
+        if scores:
             logits_SV, hidden_TD = self._forward.logits_and_hidden(buffers.step(inputs))
             prompt_logprobs = self._prompt_scorer.score(inputs, hidden_TD, self._forward.head)
+        elif size is not None and self._graphs is not None:
+            logits_SV, drawn = self._graphs.launch(inputs, size, self._sampling.draw_columns(inputs.seats_S))
         else:
             logits_SV = self._forward.logits(buffers.step(inputs))
-        drawn = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S)
-        buffers.commit(inputs, drawn.token_ids_S)
+        if drawn is None:
+            drawn = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S)
+            buffers.commit(inputs, drawn.token_ids_S)
         buffers.advance(inputs)
         is_spoilt_R = self._is_spoilt[inputs.seats_R]
         return lambda: _output(plan.step_id, inputs, drawn.read(), prompt_logprobs, is_spoilt_R)
@@ -240,6 +255,33 @@ class ModelRunner:
         self._is_spoilt[seating.seat] = False
         self._sampling.seat(seating)
         self._prompt_scorer.seat(seating)
+
+    def _prepare_graphs(self, config: EngineConfig, ctx: BuildContext, progress: ProgressFn | None) -> None:
+        sample = ctx.bindings["sampling"]
+        sizes = step_sizes(config.scheduler.max_num_seqs, self.info.max_num_batched_tokens)
+        unfit = sorted({each.op for each in ctx.bindings.values() if not each.traits.graph_safe} - {"sampling"})
+        if unfit:
+            _log.info("steps are not captured as graphs: %s cannot be", ", ".join(unfit))
+        captures = config.device.graphs and not unfit
+        graphs = StepGraphs(
+            self._forward, self._buffers, sample.call, sizes, captures=captures, samples=sample.traits.graph_safe
+        )
+        self._on_thread(lambda: graphs.prepare(progress))
+        self._graphs = graphs
+
+    def _on_thread(self, act: Callable[[], None]) -> None:
+        """Act where steps are launched. Raises what it raises."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                act()
+                future.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - who waits for it gets it
+                future.set_exception(error)
+
+        self._jobs.put(run)
+        future.result()
 
     def _warm_up(self, progress: ProgressFn | None) -> float:
         """A prefill and a decode on the null page, so that the first request pays for no lazy set-up, and the prefill

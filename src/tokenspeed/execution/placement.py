@@ -6,13 +6,14 @@ Knows no model. Reads /proc and /sys on Linux; elsewhere falls back to what Pyth
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from tokenspeed.core.config import DeviceConfig, DType, SchedulerConfig
+from tokenspeed.core.config import CacheConfig, DeviceConfig, DType, SchedulerConfig
 from tokenspeed.core.errors import ConfigError
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -25,6 +26,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60
 STEP_S = 0.25
 STEP_TOKENS_MAX = 2048
+_GPU_STEP_TOKENS = 8192
+_BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 64
+_MEMORY_FRACTION, _GPU_MEMORY_FRACTION = 0.5, 0.9
 
 
 def resolve_device(device: DeviceConfig) -> torch.device:
@@ -37,12 +41,25 @@ def resolve_device(device: DeviceConfig) -> torch.device:
     return torch.device("cuda")
 
 
-def device_setter(device: torch.device) -> Callable[[], None]:
-    """What another thread calls first, to be on the device that this one is on where there are several."""
+def own_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """What another thread enters to run on the device that this one is on, in a stream of its own; nothing on a CPU."""
     if device.type != "cuda":
-        return lambda: None
-    index = torch.cuda.current_device()
-    return lambda: torch.cuda.set_device(index)
+        return contextlib.nullcontext
+    stream = torch.cuda.Stream(torch.cuda.current_device())  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        torch.cuda.set_device(stream.device)
+        with torch.cuda.stream(stream):
+            yield
+
+    return entered
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until all that was launched has run, so that other streams see it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def resolve_dtype(dtype: DType, device: torch.device, model_config: Mapping[str, object]) -> torch.dtype:
@@ -141,6 +158,18 @@ def step_tokens(scheduler: SchedulerConfig, device: torch.device, token_s: float
     a prefill token was seen to take. Never below one token for each seat."""
     if scheduler.max_num_batched_tokens is not None:
         return scheduler.max_num_batched_tokens
-    if device.type != "cpu" or not token_s:
+    if device.type != "cpu":
+        return max(_GPU_STEP_TOKENS, scheduler.max_num_seqs)
+    if not token_s:
         return max(STEP_TOKENS_MAX, scheduler.max_num_seqs)
     return max(scheduler.max_num_seqs, min(STEP_TOKENS_MAX, int(STEP_S / token_s)))
+
+
+def block_size(cache: CacheConfig, device: torch.device) -> int:
+    """Tokens of a page: as configured, else what suits the device; a GPU reads long runs best."""
+    return cache.block_size or (_BLOCK_SIZE if device.type == "cpu" else _GPU_BLOCK_SIZE)
+
+
+def memory_fraction(cache: CacheConfig, device: torch.device) -> float:
+    """The share of free memory for the pools: as configured, else more of a GPU, which is ours alone."""
+    return cache.memory_fraction or (_MEMORY_FRACTION if device.type == "cpu" else _GPU_MEMORY_FRACTION)

@@ -41,13 +41,17 @@ class RankedSampler:
         if self._is_first:
             self._sampler.seat(seating)
 
+    def draw_columns(self, seats_S: Int64Array) -> tuple[NDArray[np.generic], ...] | None:
+        """As Sampler.draw_columns, where one rank is all."""
+        return self._sampler.draw_columns(seats_S) if self._ranks is None else None
+
     def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> Drawn:
         """As Sampler.sample; log-probabilities are the first rank's alone."""
         drawn = self._sampler.sample(logits_SV, seats_S, position_S) if self._is_first else None
         if self._ranks is None or len(seats_S) == 0:
-            return drawn or Drawn.nothing(self._device)
+            return drawn or Drawn(torch.zeros(2, 0, dtype=torch.int64, device=self._device), 0)
         told_2S = torch.zeros(2, len(seats_S), dtype=torch.int64, device=self._device)
         if drawn is not None:
             told_2S.copy_(drawn.told_2S)
         self._ranks.broadcast(told_2S)
-        return drawn or Drawn(told_2S[0], told_2S[1].bool())
+        return drawn or Drawn(told_2S, len(seats_S))

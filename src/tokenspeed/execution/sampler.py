@@ -129,14 +129,22 @@ class Sampler:
         if needs & Need.PENALTY:
             self._count(token_ids_S, needs_S, seats_S)
         scored = self._scored(logits_SV, token_ids_S, needs_S, seats_S) if needs & Need.LOGPROBS else None
+        told_2S = torch.stack([token_ids_S, sampled.is_faulty_S.to(torch.int64)])
         if not needs & Need.CONSTRAINT:
-            return Drawn(token_ids_S, sampled.is_faulty_S, None, scored)
+            return Drawn(told_2S, len(seats_S), None, scored)
         rows = np.flatnonzero(needs_S & Need.CONSTRAINT)
-        drawn = Drawn(token_ids_S, sampled.is_faulty_S, lost_S, scored, self._follows(rows, seats_S))
+        drawn = Drawn(told_2S, len(seats_S), lost_S, scored, self._follows(rows, seats_S))
         self._unread.append(drawn)
         if not logits_SV.is_cuda:
             self._settle()  # nothing to wait for, and the next mask is made meanwhile
         return drawn
+
+    def draw_columns(self, seats_S: Int64Array) -> tuple[NDArray[np.generic], ...] | None:
+        """Temperature, seed, top-k, top-p and min-p of each row, where none needs more than a draw; else None."""
+        if np.bitwise_or.reduce(self._needs[seats_S], initial=0) & ~(Need.DRAW | Need.FILTER):
+            return None
+        columns = (self._temperature, self._seed, self._top_k, self._top_p, self._min_p)
+        return tuple(column[seats_S] for column in columns)
 
     def _settle(self) -> None:
         """Let grammars have the tokens of all steps so far."""

@@ -157,6 +157,9 @@ class Executor:
         layout = source[1]
 
         def run(step: StepInput, held: Held, outputs: dict[str, Tensor]) -> None:
+            if step.sampled_index is not None:
+                held[target] = self._collectives.take(held[source], step.sampled_index)
+                return
             places = partial(step.selected, layout, self._rank)
             held[target] = self._taken(step, held[source], ("selected", layout), places)
 

@@ -39,13 +39,23 @@ class Request:
 
 class StepInput:
     """One step. sources: whole arrays by the name of their op. sampled: the rows that are sampled, ascending. context:
-    what the maths need beside their inputs. memo: what whoever runs the plan works out of the step once."""
+    what the maths need beside their inputs. memo: what whoever runs the plan works out of the step once. sampled_index:
+    for one rank alone, the sampled rows as `take` wants them, where only the device knows which they are; `sampled`
+    then says no more than how many."""
 
-    def __init__(self, table: TokenTable, sources: Mapping[str, Any], sampled: Rows, context: Any = None) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        sources: Mapping[str, Any],
+        sampled: Rows,
+        context: Any = None,
+        sampled_index: Any = None,
+    ) -> None:
         self.table = table
         self.sources = sources
         self.sampled = sampled
         self.context = context
+        self.sampled_index = sampled_index
         self.memo: dict[object, Any] = {}
         self._rows: dict[tuple[RowSet, Layout, int], Rows] = {}
         self._places: dict[tuple[RowSet, Layout, Layout, int], Rows] = {}

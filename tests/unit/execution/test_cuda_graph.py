@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps padded to a prepared size give the tokens that plain ones give. Run op by op here; tests/gpu captures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tokenspeed.core.request import SamplingParams
+from tokenspeed.execution.cuda_graph import StepGraphs, StepSize, step_sizes
+from tokenspeed.execution.model_runner import ModelRunner
+
+NewLoop = Callable[..., Any]
+GREEDY = {"temperature": 0.0}
+DRAWN = {"temperature": 0.9, "top_p": 0.9, "top_k": 40}
+
+
+def prepared(runner: ModelRunner, max_num_seqs: int, max_num_tokens: int, *, samples: bool) -> StepGraphs:
+    sampler = runner._sampling._sampler
+    sizes = step_sizes(max_num_seqs, max_num_tokens)
+    graphs = StepGraphs(runner._forward, runner._buffers, sampler._sample, sizes, captures=False, samples=samples)
+    runner._on_thread(lambda: graphs.prepare(None))
+    return graphs
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_padded_steps_change_no_token(new_loop: NewLoop, tools: Any, samples: bool) -> None:
+    generator = np.random.default_rng(5)
+    kinds = (GREEDY, DRAWN, {**DRAWN, "presence_penalty": 0.5}, GREEDY, {"temperature": 1.2}, GREEDY)
+    wishes = [
+        tools.Wish(
+            generator.integers(0, 97, 40 - 5 * index).tolist(),
+            20,
+            SamplingParams(seed=index, logprobs=2 if index == 3 else None, **kinds[index]),
+            arrives=2 * index,
+        )
+        for index in range(6)
+    ]
+    expected = new_loop().run(wishes)
+    for options in ({}, {"max_num_seqs": 3, "max_num_batched_tokens": 37}, {"overlap_depth": 0}, {"kv_tokens": 200}):
+        loop = new_loop(**options)
+        graphs = prepared(
+            loop.runner, options.get("max_num_seqs", 8), options.get("max_num_batched_tokens", 512), samples=samples
+        )
+        loop.runner._graphs = graphs
+        launched: list[StepSize] = []
+        launch = graphs.launch
+
+        def spy(inputs: Any, size: StepSize, columns: Any, launch: Any = launch, seen: Any = launched) -> Any:
+            seen.append(size)
+            return launch(inputs, size, columns)
+
+        graphs.launch = spy  # type: ignore[method-assign]
+        found = loop.run(wishes)
+        assert [request.token_ids for request in found] == [request.token_ids for request in expected], options
+        assert [entry.token_id for entry in found[3].logprobs] == found[3].token_ids
+        assert {size.decodes for size in launched} == {True, False}
+
+
+def test_sizes_cover_what_may_come_and_waste_little() -> None:
+    for max_num_seqs, max_num_tokens in ((1, 16), (3, 37), (64, 8192), (300, 2048)):
+        sizes = step_sizes(max_num_seqs, max_num_tokens)
+        decode = [size.rows for size in sizes if size.decodes]
+        assert decode == sorted(set(decode))
+        assert decode[-1] == max_num_seqs
+        assert all(size.tokens == size.rows for size in sizes if size.decodes)
+        mixed = [size for size in sizes if not size.decodes]
+        tokens = sorted({size.tokens for size in mixed})
+        assert all(after <= 1.5 * before for before, after in zip(tokens[3:], tokens[4:], strict=False))
+        assert tokens[-1] <= min(max_num_tokens, 2048)
+        assert len(sizes) <= 60
+
+
+def test_a_step_that_fits_no_size_is_left_to_others(tiny_path: Path, tools: Any) -> None:
+    runner = tools.new_runner(tools.engine_config(tiny_path))
+    graphs = prepared(runner, 2, 32, samples=True)
+    buffers = runner._buffers
+    for rows, fits in (([(0, 1, 0, 33)], False), ([(0, 1, 0, 32)], True), ([(s, 2, 3, 1) for s in range(3)], False)):
+        num_given = sum(row[3] for row in rows if row[1] != 2)
+        inputs = buffers.read(tools.make_plan(0, rows, [1] * num_given))
+        assert (graphs.fitting(inputs) is not None) == fits
+    runner.close()

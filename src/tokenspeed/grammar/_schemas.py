@@ -140,18 +140,22 @@ def _roots(root: Mapping[str, Json]) -> dict[str, Json]:
 
 def _refuse_endless(schema: Mapping[str, Json]) -> None:
     """A reference that leads to itself, with nothing between, describes no value."""
+    ending: set[str] = set()
     for path, part in _parts(schema):
-        seen: list[str] = []
+        seen: dict[str, None] = {}
         here: Json = part
         while isinstance(here, Mapping) and isinstance(here.get("$ref"), str):
             reference = str(here["$ref"])
             if reference in seen:
                 raise SchemaError(path, f"the reference {reference} leads to itself")
-            seen.append(reference)
-            here = _target(schema, reference)
+            if reference in ending:
+                break
+            seen[reference] = None
+            here = target(schema, reference)
+        ending |= seen.keys()
 
 
-def _target(schema: Mapping[str, Json], reference: str) -> Json:
+def target(schema: Mapping[str, Json], reference: str) -> Json:
     """What a reference into the same document points to; None for any other."""
     if not reference.startswith("#"):
         return None

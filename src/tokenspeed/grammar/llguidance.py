@@ -19,6 +19,7 @@ from llguidance import regex_to_lark as lark_regex
 from tokenizers import Tokenizer
 
 from tokenspeed.grammar import Grammar, GrammarError, Mask, Matcher, Tag, Tags, Vocabulary
+from tokenspeed.grammar._levels import lark_levels, schema_levels
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _NUM_COMPILED = 256
 _ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """As models are used to write JSON. White space wherever JSON allows it would let a weak one write nothing else."""
+_SCHEMA_LEVELS_MAX, _LARK_LEVELS_MAX = 700, 1500
+"""The library recurses, and where the stack ends the process does: on 8 MiB at about twice this."""
 _NO_BYTES = b"\xff"
 """The library takes what begins with this byte, which no text has, for a special token."""
 
@@ -33,6 +36,7 @@ _NO_BYTES = b"\xff"
 def check(grammar: Grammar, strict: bool) -> Sequence[str]:
     """See the contract."""
     try:
+        _refuse_deep(grammar)
         if grammar.kind == "json_schema":  # alone, for messages that speak of nothing else
             options: JsonCompileOptions = {**_ONE_LINE, "lenient": not strict}
             definition = LLMatcher.grammar_from_json_schema(_parsed(grammar.source), overrides=options)
@@ -46,6 +50,30 @@ def check(grammar: Grammar, strict: bool) -> Sequence[str]:
     if is_error:
         raise GrammarError(" ".join(messages[0].split()))
     return list(messages)
+
+
+def _refuse_deep(grammar: Grammar) -> None:
+    """Raises GrammarError."""
+    schemas, larks = [], []
+    if grammar.kind == "tags":
+        tags = msgspec.json.decode(grammar.source, type=Tags)
+        schemas = [tag.schema for tag in tags.tags if tag.lark is None] + ([tags.instead] if tags.instead else [])
+        larks = [tag.lark for tag in tags.tags if tag.lark is not None]
+    elif grammar.kind == "json_schema":
+        schemas = [grammar.source]
+    elif grammar.kind != "regex":
+        larks = [grammar.source]
+    for schema in schemas:
+        if "$ref" in schema or "\\u" in schema:  # what is written out, the library bounds itself
+            _refuse_levels(schema_levels(_parsed(schema)), _SCHEMA_LEVELS_MAX, "references of the schema")
+    for lark in larks:
+        _refuse_levels(lark_levels(lark), _LARK_LEVELS_MAX, "rules of the grammar")
+
+
+def _refuse_levels(num_levels: int | None, most: int, what: str) -> None:
+    if num_levels is None or num_levels > most:
+        found = "too many" if num_levels is None else str(num_levels)
+        raise GrammarError(f"the {what} may lead down {found} levels; at most {most} can be followed")
 
 
 def build(vocabulary: Vocabulary) -> _Compiler:
@@ -202,6 +230,8 @@ def _parsed(schema: str) -> dict[str, object]:
         value = json.loads(schema)
     except ValueError as error:
         raise GrammarError(f"the schema is not JSON: {error}") from None
+    except RecursionError:
+        raise GrammarError("the schema is nested too deeply") from None
     if not isinstance(value, dict):
         raise GrammarError("the schema is not a JSON object")
     return value

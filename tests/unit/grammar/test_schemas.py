@@ -4,6 +4,7 @@ with its place."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -92,3 +93,14 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(depth: int) -> None:
     with pytest.raises(SchemaError) as refused:
         fit_schema(schema, strict=False)
     assert len(refused.value.path) < 300
+
+
+def test_a_long_chain_of_references_is_followed_once() -> None:
+    """Not from each of its links anew."""
+    links: dict[str, Any] = {f"n{index}": {"$ref": f"#/$defs/n{index + 1}"} for index in range(6000)}
+    begun_s = time.monotonic()
+    with pytest.raises(SchemaError, match="levels"):
+        fit_schema({"$ref": "#/$defs/n0", "$defs": {**links, "n6000": {"type": "integer"}}}, strict=True)
+    with pytest.raises(SchemaError, match="leads to itself"):
+        fit_schema({"$ref": "#/$defs/n0", "$defs": {**links, "n6000": {"$ref": "#/$defs/n0"}}}, strict=True)
+    assert time.monotonic() - begun_s < 20.0

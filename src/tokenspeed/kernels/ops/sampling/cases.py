@@ -16,19 +16,20 @@ TOLERANCE = {torch.float32: Tolerance(0.0, 0.0), torch.bfloat16: Tolerance(0.0, 
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
-    """dtype is the model's; logits are float32 whatever it is."""
-    del dtype
+    """dtype is the model's; logits are float32 whatever it is, so one dtype has all the cases."""
     generator = torch.Generator().manual_seed(0)
 
     def logits(num_rows: int, vocab_size: int) -> torch.Tensor:
         return torch.randn(num_rows, vocab_size, generator=generator) * 4
 
     yield _case("none", logits(0, 9), SamplingInputs())
-    for num_rows, vocab_size in ((1, 1), (1, 7), (3, 577), (5, 40_000)):
+    for num_rows, vocab_size in ((1, 1), (1, 7), (5, 577), (2, 40_000)):
         logits_SV = logits(num_rows, vocab_size)
         yield _case(f"{num_rows}x{vocab_size}-greedy", logits_SV, SamplingInputs())
         yield _case(f"{num_rows}x{vocab_size}-open", logits_SV, SamplingInputs(_draws(num_rows)))
         yield _case(f"{num_rows}x{vocab_size}-filtered", logits_SV, SamplingInputs(_draws(num_rows, True)))
+        if dtype is not torch.float32 and vocab_size == 7:
+            return
     edited = SamplingInputs(None, _penalties(generator, (4, 0, 2), 90), _edits())
     yield _case("edited", logits(6, 90), edited)
     yield _case("all", logits(6, 90), SamplingInputs(_draws(6, True), edited.penalties, edited.edits))

@@ -50,7 +50,13 @@ MODEL_FLAGS = (
     Flag(("--device",), DeviceConfig, "device", "where it runs"),
     Flag(("--threads",), DeviceConfig, "num_threads", "CPU threads (the physical cores allowed to us)", "N"),
     Flag(("--graphs",), DeviceConfig, "graphs", "replay small steps as graphs of the device"),
-    Flag(("--block-size", "--page-size"), CacheConfig, "block_size", "tokens in a KV block (16, on a GPU 64)", "TOKENS"),
+    Flag(
+        ("--deterministic", "--enable-deterministic-inference"),
+        DeviceConfig,
+        "deterministic",
+        "the same bits whatever else runs",
+    ),
+    Flag(("--block-size", "--page-size"), CacheConfig, "block_size", "tokens of a KV block (16; GPU: 64)", "TOKENS"),
     Flag(
         ("--kv-tokens", "--max-total-tokens"),
         CacheConfig,

@@ -66,12 +66,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where it runs. num_threads: CPU threads of kernels; None takes the physical cores allowed to us. graphs: steps of
-    few tokens are captured as graphs of the device, where it has such."""
+    few tokens are captured as graphs of the device, where it has such. deterministic: a request's results are the same
+    bits whatever else runs, and however much of it was cached."""
 
     device: Device = "auto"
     num_threads: int | None = None
     kernel_overrides: tuple[tuple[str, str], ...] = ()
     graphs: bool = True
+    deterministic: bool = False
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tokenspeed.execution.drawn import Drawn
 from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.input_buffers import InputBuffers, StepInputs
+from tokenspeed.kernels.ops.decode_step import DecodeBatch, DecodeStep
 from tokenspeed.kernels.ops.sampling import Draws, Filters, SampleFn, SamplingInputs
 from tokenspeed.layers.decoder import TOKEN_IDS
 from tokenspeed.layers.forward_batch import ForwardBatch, GroupTables
@@ -33,6 +34,8 @@ _log = logging.getLogger("tokenspeed.execution")
 
 TOKENS_MAX = 2048
 """Steps of more tokens keep a GPU busy for longer than it takes to launch them."""
+DECODE_ROWS_MAX = 16
+"""Rows up to which a decode step is one op, where the model has it."""
 _FEW_ROWS = 4
 
 ProgressFn = Callable[[str, int, int, str], None]
@@ -118,8 +121,11 @@ class StepGraphs:
         *,
         captures: bool,
         samples: bool,
+        decode_step: DecodeStep | None = None,
     ) -> None:
-        """samples: the sampling op may be captured too; else tokens are sampled op by op."""
+        """samples: the sampling op may be captured too; else tokens are sampled op by op. decode_step: what computes
+        steps of DECODE_ROWS_MAX rows at the most that only decode, in place of the model's own ops."""
+        self._decode_step = decode_step
         self._forward, self._buffers, self._sample = forward, buffers, sample
         self._captures, self._samples = captures, samples
         self._device = buffers.tables.device
@@ -192,21 +198,22 @@ class StepGraphs:
 
     def _logits(self, step: _PreparedStep) -> torch.Tensor:
         size, inputs, buffers = step.size, step.inputs, self._buffers
-        tables = [tables.index_select(0, inputs.places_R) for tables in buffers.tables]
-        max_seq_len = tables[0].shape[1] * buffers.block_size
+        tables = tuple(tables.index_select(0, inputs.places_R) for tables in buffers.tables)
+        if size.decodes:
+            token_ids_T = buffers.last_token.index_select(0, inputs.seats_S)
+        else:
+            token_ids_T = buffers.token_ids(inputs.sources_T)
+        if self._decode_step is not None and size.decodes and size.rows <= DECODE_ROWS_MAX:
+            return self._decode_step(DecodeBatch(token_ids_T, inputs.positions_T, inputs.seq_lens_R, tables))
         batch = ForwardBatch(
             positions_T=inputs.positions_T,
             query_start=inputs.query_start,
             seq_lens_R=inputs.seq_lens_R,
             max_query_len=1 if size.decodes else size.tokens,
-            max_seq_len=max_seq_len,
+            max_seq_len=tables[0].shape[1] * buffers.block_size,
             groups=tuple(GroupTables(slots_T, each) for slots_T, each in zip(inputs.slots_GT, tables, strict=True)),
             kv_layers=buffers.kv_layers,
         )
-        if size.decodes:
-            token_ids_T = buffers.last_token.index_select(0, inputs.seats_S)
-        else:
-            token_ids_T = buffers.token_ids(inputs.sources_T)
         table = TokenTable.of(buffers.seats.mesh, (size.tokens,))
         sampled_index = None if size.decodes else inputs.sampled_S
         return self._forward.logits(
@@ -266,4 +273,4 @@ class _PreparedStep:
     def _padding(self, buffers: InputBuffers, num_tokens: int) -> tuple[float, ...]:
         """What stands where there is nothing, in the order of StepBuffers: nobody's seat, no token of a row."""
         slots = [0] * len(self.inputs.slots_GT)
-        return (0, 0, *slots, buffers.seats.each, 0, buffers.seats.num_seats, 0, 0, 0, num_tokens, 0, 0.0, 1.0, 0.0)
+        return (0, 0, *slots, buffers.seats.each, 0, buffers.seats.num_seats, 0, 0, 0, num_tokens, 1, 0.0, 1.0, 0.0)

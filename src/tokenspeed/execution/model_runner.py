@@ -29,7 +29,7 @@ from tokenspeed.core.ipc import KernelBinding, Vocabulary
 from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
 from tokenspeed.core.request import SamplingParams, TokenLogprobs
 from tokenspeed.execution import kv_cache, placement
-from tokenspeed.execution.cuda_graph import StepGraphs, step_sizes
+from tokenspeed.execution.cuda_graph import DECODE_ROWS_MAX, StepGraphs, step_sizes
 from tokenspeed.execution.drawn import SamplerOutput
 from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
@@ -40,9 +40,11 @@ from tokenspeed.execution.sampler import Sampler
 from tokenspeed.execution.scripted import ScriptedModel
 from tokenspeed.execution.weights import load_weights, num_parameters, require_memory
 from tokenspeed.kernels.ops.collective import Communicator
+from tokenspeed.kernels.ops.decode_step import DecodeStep, Prepare
 from tokenspeed.kernels.platform import set_num_threads
-from tokenspeed.kernels.registry import BoundKernel
+from tokenspeed.kernels.registry import BoundKernel, Reason
 from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.decoder import Decoder
 from tokenspeed.models import CausalLM, resolve
 from tokenspeed.spmd.mesh import Group, GroupSizes, Mesh
 from tokenspeed.transfer import BlockMover, FinishedMove
@@ -109,7 +111,8 @@ class ModelRunner:
         set_num_threads(num_threads)
         dtype = placement.resolve_dtype(config.model.dtype, device, source.config)
         mesh, rank = _mesh(config, communicator), 0 if communicator is None else communicator.rank
-        ctx = BuildContext(str(device), dtype, dict(config.device.kernel_overrides), mesh, rank)
+        overrides, deterministic = dict(config.device.kernel_overrides), config.device.deterministic
+        ctx = BuildContext(str(device), dtype, overrides, mesh, rank, deterministic=deterministic)
         model, model_type = _build(source, ctx, progress)
         forward = Forward(model, ctx, communicator)
         sample = ctx.bind("sampling")
@@ -257,17 +260,39 @@ class ModelRunner:
         self._prompt_scorer.seat(seating)
 
     def _prepare_graphs(self, config: EngineConfig, ctx: BuildContext, progress: ProgressFn | None) -> None:
-        sample = ctx.bindings["sampling"]
+        sample, decode_step = ctx.bindings["sampling"], self._whole_decode_step(ctx)
         sizes = step_sizes(config.scheduler.max_num_seqs, self.info.max_num_batched_tokens)
         unfit = sorted({each.op for each in ctx.bindings.values() if not each.traits.graph_safe} - {"sampling"})
         if unfit:
             _log.info("steps are not captured as graphs: %s cannot be", ", ".join(unfit))
         captures = config.device.graphs and not unfit
         graphs = StepGraphs(
-            self._forward, self._buffers, sample.call, sizes, captures=captures, samples=sample.traits.graph_safe
+            self._forward,
+            self._buffers,
+            sample.call,
+            sizes,
+            captures=captures,
+            samples=sample.traits.graph_safe,
+            decode_step=decode_step,
         )
         self._on_thread(lambda: graphs.prepare(progress))
         self._graphs = graphs
+
+    def _whole_decode_step(self, ctx: BuildContext) -> DecodeStep | None:
+        """What computes a small decode step as one op, where there is such for this model."""
+        if ctx.kernels.batch_invariant:
+            return None  # it sums in another order than the layers do, which compute the steps that do more than decode
+        prepare: Prepare = ctx.bind("decode_step")
+        bound = ctx.bindings.pop("decode_step")
+        if not bound.traits.graph_safe or not isinstance(self._model, Decoder):
+            return None
+        dense = self._model.dense(self._buffers.kv_layers)
+        step = dense if isinstance(dense, str) else prepare(dense, DECODE_ROWS_MAX)
+        if isinstance(step, str | Reason):
+            _log.info("small decode steps run layer by layer: %s", step if isinstance(step, str) else step.text)
+            return None
+        ctx.bindings["decode_step"] = bound
+        return step
 
     def _on_thread(self, act: Callable[[], None]) -> None:
         """Act where steps are launched. Raises what it raises."""

@@ -58,13 +58,15 @@ Support = Ok | Reason
 class KernelContext:
     """What a choice may depend on. overrides: op name -> solution name; a trailing `!` skips `supports`.
     disabled_plugins: entry-point names that are not loaded. features: what the op's contract calls by name and this
-    use of the op asks for."""
+    use of the op asks for. batch_invariant: only solutions will do of which a row's bits do not depend on the others,
+    and that give the same bits each time."""
 
     device: str
     dtype: torch.dtype
     overrides: Mapping[str, str] = field(default_factory=dict)
     disabled_plugins: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,8 @@ def _refusing(solution: Solution, text: str) -> Solution:
 
 
 def _support(solution: Solution, ctx: KernelContext) -> Support:
+    if ctx.batch_invariant and not (solution.batch_invariant and solution.deterministic):
+        return Reason("a row's bits depend on the rest of the batch")
     lacking = sorted(ctx.features - solution.features)
     return Reason(f"has no {', '.join(lacking)}") if lacking else solution.supports(ctx)
 

@@ -20,7 +20,7 @@ ONE_RANK = Mesh.of(GroupSizes())
 
 class BuildContext:
     """Device, dtype and kernels of one rank of a model. `bindings` is the table of what was bound so far, by op and
-    features."""
+    features. deterministic: results are to be the same bits whatever else a step computes."""
 
     def __init__(
         self,
@@ -29,11 +29,15 @@ class BuildContext:
         overrides: Mapping[str, str] | None = None,
         mesh: Mesh = ONE_RANK,
         rank: int = 0,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.mesh, self.rank = mesh, rank
-        self.kernels = KernelContext(device=device, dtype=dtype, overrides=dict(overrides or {}))
+        self.kernels = KernelContext(
+            device=device, dtype=dtype, overrides=dict(overrides or {}), batch_invariant=deterministic
+        )
         self.bindings: dict[str, BoundKernel] = {}
         check_overrides(self.kernels.overrides)
 

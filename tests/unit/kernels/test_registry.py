@@ -120,6 +120,16 @@ def test_a_solution_has_no_feature_that_it_does_not_name(plugins: dict[str, Plug
         bind("paged_attention", dataclasses.replace(with_sinks, overrides={"paged_attention": "plain"}))
 
 
+def test_where_bits_must_not_depend_on_the_batch_only_invariant_solutions_serve(plugins: dict[str, Plugin]) -> None:
+    invariant = dataclasses.replace(CPU, batch_invariant=True)
+    plugins["mine"] = plugin(solution("fancy"))
+    bound = bind("silu_mul", invariant)
+    assert bound.traits.batch_invariant
+    assert dict(bound.passed_over)["fancy"] == "a row's bits depend on the rest of the batch"
+    with pytest.raises(ConfigError, match="op linear has no solution here: .*a row's bits depend"):
+        bind("linear", dataclasses.replace(invariant, dtype=torch.float16))
+
+
 def test_plugin_must_claim_its_own_band(plugins: dict[str, Plugin]) -> None:
     plugins["mine"] = plugin(solution("fancy", Band.SPECIALISED))
     with pytest.raises(ConfigError, match=r"silu_mul/fancy must use Band\.PLUGIN"):

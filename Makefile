@@ -9,7 +9,7 @@ JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full gpu test-clients test-clients-all check format sim mutants bench bench-control bench-server docs docs-control clean
+.PHONY: help setup demo serve test test-full gpu bench-gpu gpu-pack test-clients test-clients-all check format sim mutants bench bench-control bench-server docs docs-control clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -49,8 +49,14 @@ test-clients: $(VENV)/.test build/clients/.installed ## real agents and SDKs aga
 test-clients-all: $(VENV)/.test build/clients/.installed build/clients/.benchmarks ## the same and others' benchmarks, 3 GB
 	@.ci/loopback $(BIN)/python -m pytest tests/clients -m clients $(ARGS)
 
-gpu: $(VENV)/.test ## the tests that need two CUDA devices
-	@$(BIN)/python -m pytest -m gpu $(ARGS)
+gpu: ## on a GPU machine: build, check kernels and models, measure; works from a pack too, without a network
+	@PYTHON="$(PYTHON)" .ci/gpu all
+
+bench-gpu: ## the same without the tests: BENCH="kernel latency throughput" MODEL=folder OUT=folder
+	@PYTHON="$(PYTHON)" .ci/gpu bench
+
+gpu-pack: $(VENV)/.base ## one archive for a GPU machine without a network, with PEER=archive another engine's too
+	@.ci/gpu-pack
 
 check: $(VENV)/.check ## format, lint, types, layering
 	@.ci/check

@@ -63,10 +63,11 @@ def ratio(measured: float | None, floor: float | None) -> str:
 
 
 def _commit() -> str:
-    """The checkout's, where this is one."""
+    """The checkout's, where this is one, or the one that a pack was made from."""
     folder = Path(__file__).resolve().parent
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        packed = folder.parents[2] / "COMMIT"
+        return packed.read_text().strip() if packed.is_file() else "unknown"

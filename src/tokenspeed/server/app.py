@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -47,6 +48,7 @@ from tokenspeed.server.connection import read_struct, while_connected
 from tokenspeed.server.constraints import constrain, needs_constraint
 from tokenspeed.server.docs_page import docs_page
 from tokenspeed.server.errors import ErrorBody, Failure, HttpError, failure_of
+from tokenspeed.server.formats import asks_form
 from tokenspeed.server.generation import Job, Origin, new_id
 from tokenspeed.server.model_list import list_models, model_headers, show_model
 from tokenspeed.server.openapi import Operation, Rules, document
@@ -60,6 +62,8 @@ from tokenspeed.server.sse import EventStream
 from tokenspeed.server.turn import reply_to
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
+B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
 
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version", "/openapi.json", "/docs"})
 _ANTHROPIC_PATH = "/v1/messages"
@@ -195,7 +199,7 @@ def _busy_status(path: str) -> int:
 async def _chat_completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_chat.ChatBody, served.config.body_bytes_max)
     headers = model_headers(served, body.model)
-    conversation = await _held(served, openai_chat.read_conversation(body, served.llm), headers)
+    conversation = await _held(served, await _read(openai_chat.read_conversation, body, served), headers)
     fields = (body.session_id, body.prompt_cache_key)
     job = _chat_job("chatcmpl", served, request, conversation, session_of(request.headers, fields, conversation))
     headers |= job.origin.headers()
@@ -217,7 +221,7 @@ async def _chat_completions(served: Served, request: Request) -> Response:
 async def _messages(served: Served, request: Request) -> Response:
     body = await read_struct(request, anthropic_messages.MessagesBody, served.config.body_bytes_max)
     headers = model_headers(served, body.model)
-    conversation = await _held(served, anthropic_messages.read_conversation(body, served.llm), headers)
+    conversation = await _held(served, await _read(anthropic_messages.read_conversation, body, served), headers)
     user_id = (body.metadata or {}).get("user_id")
     session = session_of(request.headers, (user_id,), conversation)
     job = _chat_job("msg", served, request, conversation, session, ttls=anthropic_messages.cache_ttls(body))
@@ -256,7 +260,7 @@ async def _count_tokens(served: Served, request: Request) -> Response:
 async def _responses(store: ResponsesStore, served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
     headers = model_headers(served, body.model)
-    asked = openai_responses.read(body, served.llm, store)
+    asked = await _read_response(store, served, body)
     asked = dataclasses.replace(asked, conversation=await _held(served, asked.conversation, headers))
     session = session_of(request.headers, (body.session_id, body.prompt_cache_key), asked.conversation)
     job = _chat_job("resp", served, request, asked.conversation, session)
@@ -278,7 +282,7 @@ async def _responses(store: ResponsesStore, served: Served, request: Request) ->
 ).of
 async def _input_tokens(store: ResponsesStore, served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
-    prompt = openai_responses.read(body, served.llm, store).conversation.prompt()
+    prompt = (await _read_response(store, served, body)).conversation.prompt()
     ids = await asyncio.to_thread(served.llm.input_processor.encode, prompt)
     return _json(responses_answers.TokenCount(len(ids)))
 
@@ -293,7 +297,7 @@ async def _compact(store: ResponsesStore, served: Served, request: Request) -> R
     body = await read_struct(request, openai_responses.ResponsesBody, served.config.body_bytes_max)
     headers = model_headers(served, body.model)
     body = msgspec.structs.replace(body, store=None, tool_choice="none")
-    whole = openai_responses.read(body, served.llm, store)
+    whole = await _read_response(store, served, body)
     asked = responses_compact.asking_for_summary(whole)
     session = session_of(request.headers, (body.session_id, body.prompt_cache_key), whole.conversation)
     job = _chat_job("resp", served, request, asked.conversation, session)
@@ -301,6 +305,19 @@ async def _compact(store: ResponsesStore, served: Served, request: Request) -> R
     headers["x-request-id"] = job.request_id
     work = responses_compact.compacted(served, job, asked, reply_to(served, asked.conversation))
     return _json(await while_connected(request.receive, work), headers)
+
+
+async def _read(read: Callable[[B, ServedLLM], T], body: B, served: Served) -> T:
+    """What `read` makes of a body: off the event loop where it asks for a form, whose check may take a while."""
+    return await asyncio.to_thread(read, body, served.llm) if asks_form(body) else read(body, served.llm)
+
+
+async def _read_response(
+    store: ResponsesStore, served: Served, body: openai_responses.ResponsesBody
+) -> openai_responses.Asked:
+    """The same, of the dialect whose store belongs to the event loop."""
+    form = None if body.text is None else await asyncio.to_thread(openai_responses.read_form, body.text)
+    return openai_responses.read(body, served.llm, store, form)
 
 
 async def _held(served: Served, conversation: Conversation, headers: dict[str, str]) -> Conversation:
@@ -344,7 +361,7 @@ async def _completions(served: Served, request: Request) -> Response:
     body = await read_struct(request, openai_completions.CompletionBody, served.config.body_bytes_max)
     headers = model_headers(served, body.model)
     prompts = openai_completions.read_prompts(body)
-    params = openai_completions.read_params(body, served.llm)
+    params = await _read(openai_completions.read_params, body, served)
     trace = {} if served.tracer is None else trace_headers(request.headers)
     job = Job(new_id("cmpl"), prompts, params, priority=request_priority(body), origin=Origin(trace=trace))
     headers["x-request-id"] = job.request_id

@@ -46,12 +46,20 @@ class FormatFields(msgspec.Struct, kw_only=True):
     grammar: str | None = None
 
 
+_FORM_FIELDS = (*FormatFields.__struct_fields__, "response_format", "output_config", "output_format")
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """What an answer shall match. unenforced: paths of keywords of its schema that are not enforced."""
 
     grammar: Grammar
     unenforced: tuple[str, ...] = ()
+
+
+def asks_form(body: msgspec.Struct) -> bool:
+    """Whether any field asks for a form; to read which one takes as long as its check does."""
+    return any(getattr(body, name, None) is not None for name in _FORM_FIELDS)
 
 
 def form_of(body: FormatFields) -> Form | None:

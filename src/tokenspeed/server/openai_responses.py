@@ -20,7 +20,7 @@ from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm.sampling import INT32_MAX
 from tokenspeed.server.chat import Conversation, Message, ToolCall
 from tokenspeed.server.fields import Nothing, Refused, one_of, within
-from tokenspeed.server.formats import format_form
+from tokenspeed.server.formats import Form, format_form
 from tokenspeed.server.responses_store import Item, ResponsesStore, items_of
 from tokenspeed.server.responses_tools import CUSTOM_FIELD, SEARCH, Toolbox, callable_name
 from tokenspeed.server.sampling import SamplingFields, request_priority, sampling_params, under_its_name
@@ -91,9 +91,14 @@ class Asked:
     history: tuple[bytes, ...]
 
 
-def read(body: ResponsesBody, llm: ServedLLM, store: ResponsesStore) -> Asked:
-    """The neutral conversation and what else an answer needs. Raises InvalidRequestError that names the field, and
-    HttpError for a response that is not stored."""
+def read_form(text: TextField) -> Form | None:
+    """What `text` asks for; any thread. Raises InvalidRequestError."""
+    return format_form(text.format, "text.format")
+
+
+def read(body: ResponsesBody, llm: ServedLLM, store: ResponsesStore, form: Form | None = None) -> Asked:
+    """The neutral conversation and what else an answer needs. form: that of its text, read before. Raises
+    InvalidRequestError that names the field, and HttpError for a response that is not stored."""
     _refuse(body)
     before = store.history(body.previous_response_id) if body.previous_response_id else ()
     new = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
@@ -112,7 +117,7 @@ def read(body: ResponsesBody, llm: ServedLLM, store: ResponsesStore) -> Asked:
         choice=_tool_choice(body.tool_choice, toolbox),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         told_later=toolbox.told_later,
-        form=format_form(body.text.format, "text.format") if body.text is not None else None,
+        form=form,
     )
     is_kept = body.store is not False
     return Asked(body, conversation, toolbox, (*before, msgspec.json.encode(items)) if is_kept else ())

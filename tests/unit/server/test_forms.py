@@ -4,6 +4,7 @@ what is wrong is refused by name."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ import pytest
 from fakes import FakeSource
 from tokenspeed.core.config import ServerConfig
 from tokenspeed.core.request import Lead, SamplingParams, ThinkingBudget
-from tokenspeed.grammar import Tags
+from tokenspeed.grammar import Fitted, Tags
+from tokenspeed.server import formats
 
 HERMES = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if tools %}<tool_call></tool_call>{% endif %}"
@@ -272,3 +274,27 @@ def test_the_engine_learns_the_vocabulary_once(server: Any) -> None:
     for _ in range(2):
         params(server, "/v1/chat/completions", guided_regex="a")
     assert len(server.worker.runner.vocabularies) == 1
+
+
+def test_a_form_is_checked_off_the_event_loop(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check may take seconds, in which everyone else's tokens go on."""
+    on_loop: list[bool] = []
+
+    def fit(schema: dict[str, Any], *, strict: bool) -> Fitted:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            on_loop.append(False)
+        else:
+            on_loop.append(True)
+        return Fitted(schema)
+
+    monkeypatch.setattr(formats, "fit_schema", fit)
+    asked = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    params(server, "/v1/chat/completions", response_format=asked)
+    params(server, "/v1/chat/completions", guided_json=SCHEMA)
+    params(server, "/v1/completions", json_schema=SCHEMA)
+    params(server, "/v1/messages", output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    params(server, "/v1/messages", output_format={"type": "json_schema", "schema": SCHEMA})
+    params(server, "/v1/responses", text={"format": {"type": "json_schema", "schema": SCHEMA}})
+    assert on_loop == [False] * 6

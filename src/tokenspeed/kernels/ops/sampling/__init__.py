@@ -15,6 +15,10 @@ Shapes: S rows, V vocabulary, P penalised rows, N coordinates, G masked rows, W 
   exponential noise of `noise`: a pure function of (seed, position, token id), so that a draw never depends on the
   batch, on padding or on how the prompt was chunked. Position is the index of the drawn token in its sequence.
 * A row whose highest raw logit is not finite (any NaN, any +inf, nothing but −inf) is faulty: its token is 0.
+* A solution may sum probabilities in float32 and take faster logarithms. Then a token at the edge of a filter, within
+  1e-5 of it, may fall to the other side, and of two scores as near as that either may win: the same one each time.
+* So that a call of fixed shapes can be captured, the parts may hold more than it needs: greedy rows have temperature 0,
+  filters that are off are no filters, and a penalty, an edit or a mask whose row is S or more stands for nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """rows_P: int64 indices into S. output_counts_PV: int32, how often the row generated each token.
+    """rows_P: int64 indices into S, each once. output_counts_PV: int32, how often the row generated each token.
     prompt_mask_PV: bool, tokens of the prompt, or None where no row has a repetition penalty (it counts prompt and
     output; presence and frequency count output only). The three factors are (P,) float32."""
 
@@ -54,7 +58,7 @@ class Edits:
 @dataclass(frozen=True, slots=True)
 class Masks:
     """Tokens that rows may take: bit i % 32 of word i // 32 stands for token i. rows_G int64, bits_GW int32, at least
-    one bit set below V in each row."""
+    one bit set below V in each row; no row of S twice."""
 
     rows_G: torch.Tensor
     bits_GW: torch.Tensor

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         return torch.randn(num_rows, vocab_size, generator=generator) * 4
 
     yield _case("none", logits(0, 9), SamplingInputs())
-    for num_rows, vocab_size in ((1, 1), (1, 7), (5, 577), (2, 40_000)):
+    for num_rows, vocab_size in ((1, 1), (1, 7), (5, 577), (1, 33_000)):
         logits_SV = logits(num_rows, vocab_size)
         yield _case(f"{num_rows}x{vocab_size}-greedy", logits_SV, SamplingInputs())
         yield _case(f"{num_rows}x{vocab_size}-open", logits_SV, SamplingInputs(_draws(num_rows)))
@@ -33,6 +34,9 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     edited = SamplingInputs(None, _penalties(generator, (4, 0, 2), 90), _edits())
     yield _case("edited", logits(6, 90), edited)
     yield _case("all", logits(6, 90), SamplingInputs(_draws(6, True), edited.penalties, edited.edits))
+    padded = SamplingInputs(None, _penalties(generator, (9, 1, 6), 90), _edits(4), _masks(generator, 12, 90))
+    yield _case("padded", logits(6, 90), padded)
+    yield _case("padded-filtered", logits(6, 90), dataclasses.replace(padded, draws=_draws(6, True)))
     for num_rows, vocab_size in ((2, 32), (3, 577)):
         masked = SamplingInputs(_draws(num_rows, True), masks=_masks(generator, num_rows, vocab_size))
         yield _case(f"{num_rows}x{vocab_size}-masked", logits(num_rows, vocab_size), masked)
@@ -87,9 +91,9 @@ def _penalties(generator: torch.Generator, rows: tuple[int, ...], vocab_size: in
     )
 
 
-def _edits() -> Edits:
+def _edits(first_row: int = 0) -> Edits:
     values_N = torch.tensor([3.0, -2.0, 1.0, -math.inf, 100.0])
-    return Edits(torch.tensor([0, 0, 0, 3, 5]), torch.tensor([4, 4, 89, 17, 0]), values_N)
+    return Edits(first_row + torch.tensor([0, 0, 0, 3, 5]), torch.tensor([4, 4, 89, 17, 0]), values_N)
 
 
 def _masks(generator: torch.Generator, num_rows: int, vocab_size: int) -> Masks:

@@ -59,13 +59,40 @@ def _edit(logits_SV: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
     if inputs.penalties is None and inputs.edits is None and inputs.masks is None:
         return logits_SV
     edited_SV = logits_SV.clone()
+    num_rows = logits_SV.shape[0]
     if inputs.penalties is not None:
-        _penalise(edited_SV, inputs.penalties)
+        _penalise(edited_SV, _real_penalties(inputs.penalties, num_rows))
     if inputs.edits is not None:
-        _add(edited_SV, inputs.edits)
+        _add(edited_SV, _real_edits(inputs.edits, num_rows))
     if inputs.masks is not None:
-        _mask(edited_SV, inputs.masks)
+        _mask(edited_SV, _real_masks(inputs.masks, num_rows))
     return edited_SV
+
+
+def _real_penalties(penalties: Penalties, num_rows: int) -> Penalties:
+    """Without those of rows that are not there."""
+    is_real_P = penalties.rows_P < num_rows
+    if is_real_P.all():
+        return penalties
+    prompt_mask_PV = penalties.prompt_mask_PV
+    return Penalties(
+        penalties.rows_P[is_real_P],
+        penalties.output_counts_PV[is_real_P],
+        None if prompt_mask_PV is None else prompt_mask_PV[is_real_P],
+        penalties.presence_P[is_real_P],
+        penalties.frequency_P[is_real_P],
+        penalties.repetition_P[is_real_P],
+    )
+
+
+def _real_edits(edits: Edits, num_rows: int) -> Edits:
+    is_real_N = edits.rows_N < num_rows
+    return Edits(edits.rows_N[is_real_N], edits.token_ids_N[is_real_N], edits.values_N[is_real_N])
+
+
+def _real_masks(masks: Masks, num_rows: int) -> Masks:
+    is_real_G = masks.rows_G < num_rows
+    return masks if is_real_G.all() else Masks(masks.rows_G[is_real_G], masks.bits_GW[is_real_G])
 
 
 def _penalise(logits_SV: torch.Tensor, penalties: Penalties) -> None:

@@ -16,14 +16,16 @@ import torch
 class Case:
     """One call. Tensors may be views; what lies between their elements must not be touched.
 
-    mutated: indices of args that the op changes. rows: the same call cut into single rows, each with the part of the
-    result that it must equal bit for bit where a solution is batch invariant.
+    mutated: indices of args that the op changes. scratch: of those whose numbers are unspecified afterwards. rows: the
+    same call cut into single rows, each with the part of the result that it must equal bit for bit where a solution is
+    batch invariant.
     """
 
     name: str
     args: tuple[object, ...]
     keywords: Mapping[str, object] = field(default_factory=dict)
     mutated: tuple[int, ...] = ()
+    scratch: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
 
 

@@ -131,7 +131,10 @@ def check(case: Case, kernel: Any, reference: Any, tolerance: Tolerance) -> Any:
         assert_close(ours_result, theirs_result, tolerance)
     for index, before in enumerate(case.args):
         if isinstance(before, torch.Tensor):
-            after = theirs[index] if index in case.mutated else before
+            after = theirs[index] if index in case.mutated else copied(before)
+            if index in case.scratch:
+                for tensor in (ours[index], after):
+                    tensor.zero_()
             assert_close(whole(ours[index]), whole(after), tolerance if index in case.mutated else Tolerance(0.0, 0.0))
     return actual
 

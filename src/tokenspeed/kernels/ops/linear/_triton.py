@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _prefetch(weight, first, weight_stride, num_outputs, ROWS: tl.constexpr, NUM_BYTES: tl.constexpr):
-    """Ask for the first bytes of the program's weights to come to the L2 cache. They do not depend on the kernel before,
-    so they may come while it still runs."""
+    """Ask for the first bytes of the program's weights to come to the L2 cache. They do not depend on the kernel
+    before, so they may come while it still runs."""
     rows_N = tl.minimum(first + tl.arange(0, ROWS), num_outputs - 1)
     addresses_N = (weight + rows_N.to(tl.int64) * weight_stride).to(tl.int64)
     num_bytes_N = tl.full([ROWS], NUM_BYTES, tl.int32)
@@ -70,8 +70,10 @@ def few_rows(
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program: BLOCK_N outputs of BLOCK_R rows over one of num_splits parts of the inputs. EVEN: the inputs are whole
-    blocks. WIDEN: multiply in float32, for the interpreter, which has no product of shorter numbers. partials: float32, a tile for each program; arrivals: int32 zeros, one a tile, zeros again afterwards."""
+    """A program: BLOCK_N outputs of BLOCK_R rows over one of num_splits parts of the inputs.
+
+    EVEN: the inputs are whole blocks. WIDEN: multiply in float32, for the interpreter, which has no product of shorter
+    numbers. partials: float32, a tile for each program. arrivals: int32 zeros, one a tile, zeros again afterwards."""
     tile_n, tile_r, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     blocks = tl.cdiv(tl.cdiv(num_inputs, BLOCK_D), num_splits)
     start, stop = split * blocks * BLOCK_D, tl.minimum((split + 1) * blocks * BLOCK_D, num_inputs)

@@ -163,7 +163,10 @@ class StepGraphs:
         if columns is None or step.sample is None:
             return step.logits_SV[:num_sampled], None
         step.sample()
-        return step.logits_SV[:num_sampled], Drawn(step.told_2S, num_sampled)
+        drawn = Drawn(step.told_2S, num_sampled)
+        if not step.told_2S.is_cuda:
+            drawn.read()  # the next step writes there
+        return step.logits_SV[:num_sampled], drawn
 
     @property
     def samples(self) -> bool:

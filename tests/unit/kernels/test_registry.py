@@ -73,7 +73,7 @@ def test_override_is_kept_and_reported(plugins: Mapping[str, Plugin]) -> None:
 
 @pytest.mark.parametrize(
     ("override", "says"),
-    [("nonsense", "no such solution; silu_mul has cpu, reference"), ("cpu", "silu_mul=cpu! would force it")],
+    [("nonsense", "no such solution; silu_mul has cpu, triton, reference"), ("cpu", "silu_mul=cpu! would force it")],
 )
 def test_override_that_can_not_be_kept_is_refused(override: str, says: str, plugins: Mapping[str, Plugin]) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tokenspeed.bench.clock import clock_of
 
-_PROGRAMS = ((2048, 4, 8, 8), (4096, 4, 4, 8), (4096, 2, 8, 8), (1024, 8, 16, 4))
+_PROGRAMS = ((2048, 4, 8, 8), (4096, 4, 4, 8), (4096, 2, 8, 8), (1024, 8, 16, 4), (2048, 8, 4, 8), (8192, 2, 2, 16))
 """(elements of a block, blocks a turn, programs a processor, warps); which is best depends on the GPU."""
 
 

@@ -26,7 +26,8 @@ from tokenspeed.kernels.conformance import BenchCase, Case, Tolerance
 from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution, op_names, solutions_of
 
 OURS = frozenset({"reference", "portable", "cpu", "triton", "cuda"})
-"""Names of solutions of the project; one of another name stands for a library, or is a plugin."""
+"""Names of solutions of the project, and what they begin with; one of another name stands for a library, or is a
+plugin."""
 _COPIES_MAX = 32
 _COPIES_BYTES_MAX = 6 << 30
 _FLOOR_S_MAX = 0.3
@@ -94,6 +95,11 @@ class Wanted:
         return solution.name in self.solutions if self.solutions else solution.band is not Band.REFERENCE
 
 
+def is_ours(solution: str) -> bool:
+    """Whether the project wrote it, as `triton` or `triton_invariant`."""
+    return solution.partition("_")[0] in OURS
+
+
 def benched_ops() -> tuple[str, ...]:
     """Ops whose cases have sizes to measure."""
     return tuple(op for op in op_names() if _bench_cases(op) is not None)
@@ -121,7 +127,7 @@ def rows(times: Sequence[KernelTime]) -> Iterator[tuple[str, ...]]:
     """Rows under HEADER. The peer is the fastest library at that size."""
     peers: dict[tuple[str, str], float] = {}
     for each in times:
-        if each.seconds is not None and each.solution not in OURS:
+        if each.seconds is not None and not is_ours(each.solution):
             key = (each.op, each.shape)
             peers[key] = min(each.seconds, peers.get(key, each.seconds))
     for each in times:

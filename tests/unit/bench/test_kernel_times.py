@@ -122,6 +122,12 @@ def test_ids_may_differ_in_less_than_half_of_the_rows() -> None:
     assert kernel._difference([ids + 1], [ids], tolerance) > 1.0
 
 
+def test_libraries_are_peers_and_forms_of_our_own_are_not() -> None:
+    assert [kernel.is_ours(name) for name in ("triton", "triton_invariant", "cpu", "cublas", "flash")] == [True] * 3 + [
+        False
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [

@@ -43,7 +43,7 @@ def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
 
     def make(num_tokens: int) -> Case:
         heads_TNK = torch.randn(num_tokens, 48, 128, dtype=dtype, device=device)
-        k_pages, v_pages = torch.zeros(2, 256, 64, 8, 128, dtype=dtype, device=device)
+        k_pages, v_pages = torch.zeros(2, 256, 8, 64, 128, dtype=dtype, device=device).transpose(2, 3)
         slots_T = torch.randperm(255 * 64, device=device)[:num_tokens] + 64
         return Case("bench", (heads_TNK[:, 32:40], heads_TNK[:, 40:], k_pages, v_pages, slots_T), mutated=(2, 3))
 

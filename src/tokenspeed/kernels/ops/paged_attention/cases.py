@@ -78,10 +78,12 @@ def bench_cases(dtype: torch.dtype, device: str) -> Iterator[BenchCase]:
 
 
 def _bench_case(rows: tuple[int, int, int], dtype: torch.dtype, device: str) -> Case:
-    """Scattered pages of 64 tokens."""
+    """Scattered pages of 64 tokens, on a GPU with the tokens of a head together."""
     num_rows, query_len, seq_len = rows
     blocks = -(-seq_len // 64)
-    k_pages, v_pages = torch.randn(2, num_rows * blocks + 1, 64, 8, 128, dtype=dtype, device=device)
+    k_pages, v_pages = torch.randn(2, num_rows * blocks + 1, 8, 64, 128, dtype=dtype, device=device).transpose(2, 3)
+    if device == "cpu":
+        k_pages, v_pages = k_pages.contiguous(), v_pages.contiguous()
     tables_RB = (torch.randperm(num_rows * blocks, device=device) + 1).view(num_rows, blocks).int()
     keywords = {
         "query_start": torch.arange(num_rows + 1, device=device, dtype=torch.int32) * query_len,

@@ -19,6 +19,10 @@ import pytest
 
 from scripted import CALLING_TEMPLATE, write_scripted_model
 
+SHORT_GRACE = "import sys, tokenspeed.cli, tokenspeed.server.http as h; h.DRAIN_S = 1; sys.exit(tokenspeed.cli.main())"
+"""The server's program, with little time for requests that still run when it is told to stop."""
+SHUTTING_DOWN = "the server is shutting down"
+
 LONG_REPLY = "All work and no play makes a dull day. " * 100
 LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
@@ -31,6 +35,8 @@ def body_for(path: str, text: str, stream: bool) -> dict[str, Any]:
     """A request that takes long, in the words of the API behind the path."""
     if path == "/v1/responses":
         return {"input": text, "stream": stream, "max_output_tokens": 4000, "ignore_eos": True}
+    if path == "/v1/completions":
+        return {"prompt": text, "stream": stream, **LONG}
     return dict(long_body(text, stream=stream))
 
 
@@ -150,6 +156,46 @@ def test_a_second_signal_drops_what_still_runs(start_server: Any, tmp_path: Path
     caller.join(10.0)
     assert answers in ([503], ["RemoteProtocolError"], ["ReadError"]), "a dropped request must not look finished"
     assert "Traceback" not in server.log
+
+
+def read_all(server: Any, path: str, stream: bool, answers: dict[tuple[str, bool], str]) -> None:
+    body = body_for(path, f"{path} {stream}", stream)
+    with server.client.stream("POST", path, json=body) as got:
+        text = "".join(got.iter_text())  # raises where the body has no proper end
+    answers[path, stream] = f"{got.status_code} {text}"
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["the grace ends", "a second signal"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_still_runs_at_the_end_is_told_so(
+    start_server: Any, tmp_path: Path, number: signal.Signals, twice: bool
+) -> None:
+    folder = write_scripted_model(tmp_path / "model", [("", LONG_REPLY)], step_s=0.05)
+    program = {} if twice else {"program": ("-c", SHORT_GRACE)}
+    server = start_server(str(folder), "--load-format", "scripted", **program)
+    paths = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+    kinds = [(path, stream) for path in paths for stream in (True, False)]
+    answers: dict[tuple[str, bool], str] = {}
+    callers = [threading.Thread(target=read_all, args=(server, *kind, answers)) for kind in kinds]
+    for caller in callers:
+        caller.start()
+    server.wait_for("num_requests_running", len(kinds), 10.0)
+    began = time.monotonic()
+    server.process.send_signal(number)
+    if twice:
+        time.sleep(0.3)
+        server.process.send_signal(number)
+    assert server.process.wait(30.0) == 0
+    assert time.monotonic() - began < 6.0
+    for caller in callers:
+        caller.join(10.0)
+    assert set(answers) == set(kinds)
+    for (_, stream), text in answers.items():
+        assert text.startswith("200 " if stream else "503 "), text
+        assert SHUTTING_DOWN in (text.strip().splitlines()[-1] if stream else text)
+        assert "[DONE]" not in text
+    assert "Traceback" not in server.log
+    assert "Cancel" not in server.log
 
 
 def test_a_signal_while_loading_ends_at_once(tmp_path: Path) -> None:

@@ -250,9 +250,9 @@ class AsyncLLM:
         """Let the engine's process write the stacks of its threads to stderr, also where it is stuck."""
         self._client.tell_stacks()
 
-    async def shutdown(self) -> None:
-        """End the engine; whoever still waits gets EngineDeadError. Idempotent."""
-        await self._client.stop()
+    async def shutdown(self, reason: str = "the engine has been shut down") -> None:
+        """End the engine; whoever still waits gets EngineDeadError, with the reason. Idempotent."""
+        await self._client.stop(reason)
 
     def _require_serving(self, num_new: int = 1) -> None:
         if self._client.death is not None:

@@ -209,11 +209,11 @@ class EngineClient:
         if self.is_alive:
             self._engine.tell_stacks()
 
-    async def stop(self) -> None:
-        """End the engine. Whoever still waits gets EngineDeadError. Idempotent."""
+    async def stop(self, reason: str = "the engine has been shut down") -> None:
+        """End the engine. Whoever still waits gets EngineDeadError, with the reason. Idempotent."""
         if self.is_alive:
             self._send(Shutdown())
-        self._die(EngineDeadError("the engine has been shut down"))
+        self._die(EngineDeadError(reason))
         for task in (self._reading, self._watching):
             if task is not None:
                 task.cancel()

@@ -28,7 +28,7 @@ from tokenspeed.observability.stacks import answer_stacks_signal
 from tokenspeed.observability.tracing import Tracer, open_tracer
 from tokenspeed.server.app import create_app, served_name
 from tokenspeed.server.grpc_port import GrpcPort, gateways_served, with_events
-from tokenspeed.server.http import DRAIN_S, http_config, run
+from tokenspeed.server.http import DRAIN_S, FLUSH_S, http_config, run
 from tokenspeed.server.responses_store import ResponsesStore, open_store
 from tokenspeed.server.served import Patience
 from tokenspeed.server.stalls import StallWatch
@@ -185,18 +185,20 @@ async def _serve_http(
     server = _Server(http_config(app))
     address = address_of(sock, serving.server.host)
     serving.announce(banner(llm.info, served_name(llm), address, grpc_port.url))
-    http = asyncio.ensure_future(server.serve(sockets=[sock]))
+    http, hurry = asyncio.ensure_future(server.serve(sockets=[sock])), asyncio.Event()
     ready = asyncio.ensure_future(_prepare(llm))
     lost = asyncio.ensure_future(_until_lost(llm, serving.restarts))
     asked = asyncio.ensure_future(stop.wait())
     await asyncio.wait({http, lost, asked}, return_when=asyncio.FIRST_COMPLETED)
     if asked.done():
         _log.info("stopping; running requests have %d s to finish, press Ctrl-C again to drop them", DRAIN_S)
-        stop.on_second(partial(_drop, server, grpc_port))
+        stop.on_second(partial(_drop, server, grpc_port, hurry))
     server.should_exit = True
     for task in (lost, asked, ready):
         task.cancel()
-    await asyncio.gather(http, grpc_port.drain(DRAIN_S))
+    ending = asyncio.ensure_future(_end_running(llm, hurry))
+    await asyncio.gather(http, grpc_port.drain(DRAIN_S + FLUSH_S))
+    ending.cancel()
     (end, _) = await asyncio.gather(lost, asked, return_exceptions=True)
     if isinstance(end, Exception):  # not a cancellation
         raise end
@@ -209,8 +211,22 @@ async def _prepare(llm: AsyncLLM) -> None:
             await llm.prepare_grammars()
 
 
-def _drop(server: _Server, grpc_port: GrpcPort) -> None:
-    """Requests that still run are not waited for."""
+async def _end_running(llm: AsyncLLM, hurry: asyncio.Event) -> None:
+    """Requests that still run after their time, or once there is a hurry, end with an error, each in its dialect."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(hurry.wait(), DRAIN_S)
+    if llm.num_live:
+        _log.info("ending %d requests that still run", llm.num_live)
+    await llm.shutdown("the server is shutting down")
+
+
+def _drop(server: _Server, grpc_port: GrpcPort, hurry: asyncio.Event) -> None:
+    """Requests that still run are not waited for, but told so."""
+    hurry.set()
+    asyncio.get_running_loop().call_later(FLUSH_S, _leave, server, grpc_port)
+
+
+def _leave(server: _Server, grpc_port: GrpcPort) -> None:
     server.force_exit = True
     grpc_port.drop()
 

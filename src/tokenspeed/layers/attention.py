@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention of one layer: write this step's K and V, then attend. Ranks share out the heads. Knows neither
-projections nor positions."""
+"""Paged attention of one layer: normalise and turn heads, write this step's K and V, then attend. Ranks share out the
+heads. Knows no projections."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tokenspeed.kernels.ops.kv_write import KvWrite
 from tokenspeed.kernels.ops.paged_attention import SINKS, PagedAttention
+from tokenspeed.kernels.ops.rotary_kv_write import RotaryKvWrite
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.forward_batch import ForwardBatch
+from tokenspeed.layers.norm import RMSNorm
+from tokenspeed.layers.rotary import RotaryEmbedding
 from tokenspeed.spmd import shards
 from tokenspeed.spmd.mesh import Group
 from tokenspeed.spmd.shards import Shards
@@ -79,6 +81,14 @@ def from_heads(unit: int) -> Shards:
     return shards.columns(Group.ATTENTION, unit, what="attention heads")
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each head of q and of k, alike but for their weights."""
+
+    q: RMSNorm
+    k: RMSNorm
+
+
 class Attention(nn.Module):
     """layer_index: which entry of ForwardBatch.kv_layers is this layer's. spec: over all ranks."""
 
@@ -86,7 +96,7 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec.of_one(ctx.size_of(Group.ATTENTION))
         self.layer_index = layer_index
-        self._kv_write: KvWrite = ctx.bind("kv_write")
+        self._rotary_kv_write: RotaryKvWrite = ctx.bind("rotary_kv_write")
         self.sinks_cut = ctx.cut("sinks", (spec.num_heads,), heads()) if spec.has_sinks else None
         self.sinks = None
         if self.sinks_cut is not None:
@@ -101,12 +111,34 @@ class Attention(nn.Module):
         return q_THK, k_TGK, v_TGK
 
     def forward(
-        self, q_THK: torch.Tensor, k_TGK: torch.Tensor, v_TGK: torch.Tensor, batch: ForwardBatch
+        self,
+        q_THK: torch.Tensor,
+        k_TGK: torch.Tensor,
+        v_TGK: torch.Tensor,
+        batch: ForwardBatch,
+        *,
+        rotary: RotaryEmbedding | None,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        """(T, H * K)."""
+        """(T, H * K). rotary: by which q and k turn, None for a layer without positions. norms: of their heads before
+        that. q and k may be changed in place."""
         pages = batch.kv_layers[self.layer_index]
         tables = batch.groups[pages.group]
-        self._kv_write(k_TGK, v_TGK, pages.k, pages.v, tables.slot_mapping_T)
+        q_THK = self._rotary_kv_write(
+            q_THK,
+            k_TGK,
+            v_TGK,
+            pages.k,
+            pages.v,
+            slots_T=tables.slot_mapping_T,
+            positions_T=batch.positions_T,
+            table_PR=None if rotary is None else rotary.table_PR,
+            interleaved=rotary is not None and rotary.interleaved,
+            q_norm_K=None if norms is None else norms.q.weight,
+            k_norm_K=None if norms is None else norms.k.weight,
+            eps=0.0 if norms is None else norms.q.eps,
+            weight_offset=0.0 if norms is None else norms.q.weight_offset,
+        )
         out_THK = self._paged_attention(
             q_THK,
             pages.k,

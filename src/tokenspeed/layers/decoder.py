@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tokenspeed.layers.attention import Attention, AttentionSpec, KvSpec, from_heads, heads, kv_heads
+from tokenspeed.layers.attention import Attention, AttentionSpec, HeadNorms, KvSpec, from_heads, heads, kv_heads
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.embedding import Embedding, LmHead
 from tokenspeed.layers.forward_batch import ForwardBatch
@@ -157,6 +157,9 @@ class SelfAttention(nn.Module):
         sizes = {"q": q_size, "k": kv_size, "v": kv_size}
         self.qkv = FusedLinear(ctx, spec.hidden_size, sizes, spec.qkv_bias, dealt)
         self.q_norm, self.k_norm = (_qk_norm(ctx, spec, sizes[part], dealt[part]) for part in "qk")
+        self.head_norms: HeadNorms | None = None
+        if spec.qk_norm is QkNorm.HEAD and self.q_norm is not None and self.k_norm is not None:
+            self.head_norms = HeadNorms(self.q_norm, self.k_norm)
         self.rotary = rotary
         self.attention = Attention(ctx, spec.attention, layer_index)
         self.kv = self.attention.spec.kv
@@ -182,7 +185,8 @@ class SelfAttention(nn.Module):
 
     def _run(self, view: View, x_TD: torch.Tensor) -> torch.Tensor:
         q_THK, k_TGK, v_TGK = self.attention.split(self.qkv(x_TD))
-        q_THK, k_TGK = self._normalised(self.q_norm, q_THK), self._normalised(self.k_norm, k_TGK)
+        if self.spec.qk_norm is QkNorm.WHOLE:
+            q_THK, k_TGK = _normalised(self.q_norm, q_THK), _normalised(self.k_norm, k_TGK)
         return self._attended(q_THK, k_TGK, v_TGK, view.context)
 
     def _run_over_ranks(self, view: View, x_TD: torch.Tensor) -> _Exchanging:
@@ -201,16 +205,8 @@ class SelfAttention(nn.Module):
     def _attended(
         self, q_THK: torch.Tensor, k_TGK: torch.Tensor, v_TGK: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        if self.rotary is not None:
-            self.rotary(q_THK, k_TGK, batch)
-        return self.out(self.attention(q_THK, k_TGK, v_TGK, batch))  # type: ignore[no-any-return]
-
-    def _normalised(self, norm: RMSNorm | None, x_THK: torch.Tensor) -> torch.Tensor:
-        if norm is None:
-            return x_THK
-        if self.spec.qk_norm is QkNorm.WHOLE:
-            return norm(x_THK.flatten(1)).view(x_THK.shape)  # type: ignore[no-any-return]
-        return norm(x_THK)  # type: ignore[no-any-return]
+        y_TN = self.attention(q_THK, k_TGK, v_TGK, batch, rotary=self.rotary, norms=self.head_norms)
+        return self.out(y_TN)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -301,6 +297,12 @@ def _qk_norm(ctx: BuildContext, spec: SelfAttentionSpec, size: int, shards: Shar
     if spec.qk_norm is QkNorm.HEAD:
         size, shards = spec.attention.kv.head_dim, WHOLE
     return RMSNorm(ctx, size, spec.norm.eps, spec.norm.weight_offset, shards)
+
+
+def _normalised(norm: RMSNorm | None, x_THK: torch.Tensor) -> torch.Tensor:
+    """Over the whole projection."""
+    assert norm is not None, "no norm of the projection"
+    return norm(x_THK.flatten(1)).view(x_THK.shape)  # type: ignore[no-any-return]
 
 
 def _norm_named(ctx: BuildContext, spec: DecoderSpec, name: str | None) -> RMSNorm | None:

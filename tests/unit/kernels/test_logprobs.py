@@ -22,6 +22,7 @@ SOLUTIONS = {"reference": reference.SOLUTION, "triton": triton.SOLUTION}
 def logprobs(request: Any, monkeypatch: pytest.MonkeyPatch) -> LogprobsFn:
     """Triton's with blocks of 16 tokens, so that few tokens make many blocks."""
     monkeypatch.setattr(triton, "BLOCK", 16)
+    monkeypatch.setattr(triton, "GROUP", 4)
     kernel = SOLUTIONS[request.param].build(KernelContext(DEVICE, torch.float32))
 
     def run(logits_SV: torch.Tensor, token_ids_S: torch.Tensor, num_top: int) -> Logprobs:

@@ -14,6 +14,8 @@ from tokenspeed.kernels.registry import Band, KernelContext, Solution
 
 BLOCK = 2048
 """Tokens that a program of the first launch reads."""
+GROUP = 128
+"""Tokens of a group: what is read again for each of the most likely."""
 NUM_FACTS = 2
 
 
@@ -35,15 +37,15 @@ def build(ctx: KernelContext) -> LogprobsFn:
         if num_rows == 0:
             return Logprobs(logprobs_S, ranks_S, top_ids_SK, top_SK)
         num_blocks = -(-vocab_size // BLOCK)
+        num_groups = num_blocks * (BLOCK // GROUP)
         between = (
             logits_SV.new_empty(NUM_FACTS, num_rows, num_blocks),
             logits_SV.new_empty(num_rows, num_blocks, dtype=torch.int32),
-            logits_SV.new_empty(num_rows, num_blocks, num_top),
-            logits_SV.new_empty(num_rows, num_blocks, num_top, dtype=torch.int32),
+            logits_SV.new_empty(num_rows, num_groups),
         )
         given = (logits_SV, *logits_SV.stride(), token_ids_S.contiguous())
         _triton.survey[num_blocks, num_rows](
-            *given, *between, VOCAB_SIZE=vocab_size, NUM_TOP=num_top, BLOCK=BLOCK, num_warps=8
+            *given, *between, VOCAB_SIZE=vocab_size, NUM_TOP=num_top, BLOCK=BLOCK, GROUP=GROUP, num_warps=8
         )
         _triton.settle[(num_rows,)](
             *given,
@@ -53,10 +55,13 @@ def build(ctx: KernelContext) -> LogprobsFn:
             ranks_S,
             top_ids_SK,
             top_SK,
+            VOCAB_SIZE=vocab_size,
             NUM_TOP=num_top,
             MAX_BLOCKS=1 << (num_blocks - 1).bit_length(),
-            MAX_TOPS=1 << max(0, num_blocks * num_top - 1).bit_length(),
-            num_warps=8,
+            MAX_GROUPS=1 << (num_groups - 1).bit_length(),
+            GROUPS_A_BLOCK=BLOCK // GROUP,
+            GROUP=GROUP,
+            num_warps=4,
         )
         return Logprobs(logprobs_S, ranks_S, top_ids_SK, top_SK)
 

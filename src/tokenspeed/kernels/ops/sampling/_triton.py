@@ -3,13 +3,13 @@
 
 survey: one program for a block of B tokens of a row. It edits the logits, adds the noise of the draw and leaves a few
 numbers: fields of `facts`, (NUM_FACTS, S, N) float32, and the best token, (S, N) int32, for N blocks a row. Rows that
-are filtered leave more: what a softmax needs and, for top-k, the maxima of G groups of the block.
+are filtered leave more: what a softmax needs, and the maximum of each group of G tokens.
 
 settle: one program a row. A greedy or open row's token is the best of its blocks' best. A filtered row goes on:
-1. a bound below which nothing can be kept (min-p: exact; top-k: the k-th of the group maxima; top-p alone: the tokens
-   below it could not weigh 1 − p together), and a list of the C tokens that reach it. A list that overflows is no
-   list: the row itself is read in its place.
-2. the k-th of the list by its bits, eight at a time, and the mass of what top-k and min-p keep.
+1. a bound that what is kept, or matters, reaches: min-p's own; for top-k one that about k of the group maxima reach,
+   and so k tokens at least; for top-p alone what is above the winner of the open draw. The tokens that reach it are
+   listed; only groups whose maximum does are read. A list that overflows is no list: the row is read in its place.
+2. the least likely of top-k, by bisection, and the mass of what top-k and min-p keep.
 3. the draw. A kept set holds each token that is more likely than one in it. So the winner of the open draw, where it
    is kept, is the winner of the filtered draw; where it is not, neither is any token as likely or less, and the next
    winner is looked for among the more likely ones. Each look drops a random part of what remains.
@@ -21,8 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 
 RAW_MAX: tl.constexpr = tl.constexpr(0)  # of the logits as they came, +inf for NaN
 BEST: tl.constexpr = tl.constexpr(1)  # the score that decides: edited logit, or scaled logit and noise
-SCALED_MAX: tl.constexpr = tl.constexpr(2)  # filtered rows: of edited logit / temperature
-EXP_SUM: tl.constexpr = tl.constexpr(3)  # filtered rows: of e^(scaled − SCALED_MAX)
+LOGIT_MAX: tl.constexpr = tl.constexpr(2)  # filtered rows: of the edited logits
+EXP_SUM: tl.constexpr = tl.constexpr(3)  # filtered rows: of e^(scaled logit − scaled LOGIT_MAX)
 INF: tl.constexpr = tl.constexpr(float("inf"))
 
 
@@ -65,6 +65,12 @@ def _gumbel(ids, key, FAST: tl.constexpr):
     u = tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31), 1.0 - 2.0**-24)
     series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * (1.0 / 4 + u * (1.0 / 5 + u * (1.0 / 6))))))
     return -_ln(tl.where(u < 0.0625, series, -_ln(1.0 - u, FAST)), FAST)
+
+
+@triton.jit
+def _rate(temperature):
+    """What a logit is multiplied by; never 0, which would make NaN of −inf."""
+    return tl.maximum(1.0 / temperature, 1e-37)
 
 
 @triton.jit
@@ -142,7 +148,7 @@ def survey(
     mask_rows_ptr, mask_bits_ptr, mask_step, num_masks,
     temperature_ptr, seed_ptr, position_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     facts_ptr, best_ids_ptr, group_max_ptr, edited_ptr,
-    VOCAB_SIZE: tl.constexpr, GREEDY_BELOW: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr, GREEDY_BELOW: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     HAS_PENALTIES: tl.constexpr, HAS_PROMPT: tl.constexpr, HAS_EDITS: tl.constexpr, HAS_MASKS: tl.constexpr,
     HAS_DRAWS: tl.constexpr, HAS_FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -176,18 +182,16 @@ def survey(
     if HAS_DRAWS:
         temperature = tl.load(temperature_ptr + row)
         if temperature >= GREEDY_BELOW:
-            scaled = tl.div_rn(logit, temperature)
+            scaled = logit * _rate(temperature)
             score = scaled + _gumbel(ids, _row_key(seed_ptr, position_ptr, row), FAST)
             if HAS_FILTERS:  # noqa: SIM102 (known to the compiler, unlike the next)
                 if _is_filtered(row, top_k_ptr, top_p_ptr, min_p_ptr):
-                    top = tl.max(scaled, 0)
-                    gap = scaled - tl.where(top == -INF, 0.0, top)
-                    tl.store(facts_ptr + SCALED_MAX * field_step, top)
+                    top = tl.max(logit, 0)
+                    gap = (logit - tl.where(top == -INF, 0.0, top)) * _rate(temperature)
+                    tl.store(facts_ptr + LOGIT_MAX * field_step, top)
                     tl.store(facts_ptr + EXP_SUM * field_step, tl.sum(tl.exp(gap), 0))
-                    if tl.load(top_k_ptr + row) > 0:
-                        # Any grouping will do, so the compiler may take what lies near.
-                        group_max = tl.max(tl.reshape(logit, (GROUPS, BLOCK // GROUPS), can_reorder=True), 1)
-                        tl.store(group_max_ptr + (row * num_blocks + block) * GROUPS + tl.arange(0, GROUPS), group_max)
+                    groups = (row * num_blocks + block) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+                    tl.store(group_max_ptr + groups, tl.max(tl.reshape(logit, (BLOCK // GROUP, GROUP)), 1))
                     if HAS_PENALTIES or HAS_EDITS or HAS_MASKS:
                         tl.store(edited_ptr + row.to(tl.int64) * VOCAB_SIZE + ids, logit, mask=is_real)
     best, offset = tl.max(score, 0, return_indices=True)
@@ -196,55 +200,78 @@ def survey(
 
 
 @triton.jit
-def _kth(source_ptr, step, num, low, k, NUM_DIGITS: tl.constexpr, TILE: tl.constexpr):
-    """The k-th highest of source_ptr[: num] that are ≥ low (there are k), read from its first 8 · NUM_DIGITS bits: the
-    lowest number that has them, so a number ≤ it for less than 4."""
-    digits = tl.arange(0, 256)
-    prefix = 0
-    for digit in tl.static_range(NUM_DIGITS):
-        counts = tl.zeros([256], tl.int32)
+def _order(value):
+    """int32 that sorts like value; the same bits twice over give value back."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(order):
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _threshold(source_ptr, step, num, low, high, count, k, slack, TILE: tl.constexpr):
+    """A number that k of source_ptr[: num] reach, and at most `slack` more unless they are equals.
+
+    low: a number that `count` of them reach, k at least. high: the highest of them.
+    """
+    reached = _order(low).to(tl.int64)
+    missed = _order(high).to(tl.int64) + 1
+    while (count > k + slack) & (missed - reached > 1):
+        middle = reached + (missed - reached) // 2
+        reaching = tl.zeros([TILE], tl.int32)
         start = 0
         while start < num:
             index = start + tl.arange(0, TILE)
             value = tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF)
-            bits = value.to(tl.int32, bitcast=True)
-            order = (bits ^ tl.where(bits < 0, -1, -0x7FFFFFFF - 1)).to(tl.uint32, bitcast=True)  # sorts like value
-            is_in = (index < num) & (value >= low)
-            if digit > 0:
-                is_in = is_in & ((order >> (32 - 8 * digit)).to(tl.int32) == prefix)
-            counts += tl.histogram(((order >> (24 - 8 * digit)) & 255).to(tl.int32), 256, mask=is_in)
+            reaching += (_order(value) >= middle).to(tl.int32)
             start += TILE
-        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        chosen = tl.max(tl.where(at_least >= k, digits, 0), 0)
-        k -= tl.sum(tl.where(digits > chosen, counts, 0), 0)
-        prefix = (prefix << 8) | chosen
-    order = prefix << (32 - 8 * NUM_DIGITS)
-    value = (order ^ tl.where(order < 0, -0x7FFFFFFF - 1, -1)).to(tl.float32, bitcast=True)
-    return tl.where(value == value, value, -INF)  # noqa: PLR0124 (−inf with its last bits cut off reads as NaN)
+        reaching_count = tl.sum(reaching, 0)
+        if reaching_count >= k:
+            reached = middle
+            count = reaching_count
+        else:
+            missed = middle
+    return _value(reached.to(tl.int32))
 
 
 @triton.jit
 def _listed(
-    row_ptr, step, temperature, top, low, low_gap, list_ptr, list_ids_ptr,
-    VOCAB_SIZE: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+    row_ptr, step, group_max_ptr, num_groups, low, groups_ptr, list_ptr, list_ids_ptr,
+    VOCAB_SIZE: tl.constexpr, MAX_GROUPS: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens have a logit ≥ low and a gap to the top ≥ low_gap; the first CAPACITY of them go to the list."""
+    """How many tokens have a logit ≥ low; the first CAPACITY of them go to the list, by id."""
+    groups = tl.arange(0, MAX_GROUPS)
+    highest = tl.load(group_max_ptr + groups, mask=groups < num_groups, other=-INF)
+    is_open = (highest >= low) & (highest > -INF)
+    tl.store(groups_ptr + tl.cumsum(is_open.to(tl.int32), 0) - 1, groups, mask=is_open)
+    num_open = tl.sum(is_open.to(tl.int32), 0)
+    tl.debug_barrier()  # what one thread wrote, others read
     num = 0
-    for start in range(0, VOCAB_SIZE, TILE):
-        ids = start + tl.arange(0, TILE)
+    start = 0
+    while start < num_open:
+        place = start + tl.arange(0, TILE // GROUP)
+        group = tl.load(groups_ptr + place, mask=place < num_open, other=num_groups)
+        ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         logit = tl.load(row_ptr + ids.to(tl.int64) * step, mask=ids < VOCAB_SIZE, other=-INF)
-        is_in = (logit > -INF) & (logit >= low) & (tl.div_rn(logit, temperature) - top >= low_gap)
-        slot = num + tl.cumsum(is_in.to(tl.int32), 0) - 1
+        is_in = (logit >= low) & (logit > -INF)
+        counts = tl.sum(is_in.to(tl.int32), 1)
+        before = num + tl.cumsum(counts, 0) - counts
+        slot = before[:, None] + tl.cumsum(is_in.to(tl.int32), 1) - 1
         is_stored = is_in & (slot < CAPACITY)
         tl.store(list_ptr + slot, logit, mask=is_stored)
         tl.store(list_ids_ptr + slot, ids, mask=is_stored)
-        num += tl.sum(is_in.to(tl.int32), 0)
-    tl.debug_barrier()  # what one thread wrote, others read
+        num += tl.sum(counts, 0)
+        start += TILE // GROUP
+    tl.debug_barrier()
     return num
 
 
 @triton.jit
-def _mass(source_ptr, step, num, temperature, top, low, low_gap, above, TILE: tl.constexpr):
+def _mass(source_ptr, step, num, rate, top, low, low_gap, above, TILE: tl.constexpr):
     """Σ e^gap over the kept tokens whose logit is above `above`, and how many they are."""
     mass = tl.zeros([TILE], tl.float32)
     count = tl.zeros([TILE], tl.int32)
@@ -252,7 +279,7 @@ def _mass(source_ptr, step, num, temperature, top, low, low_gap, above, TILE: tl
     while start < num:
         index = start + tl.arange(0, TILE)
         logit = tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF)
-        gap = tl.div_rn(logit, temperature) - top
+        gap = (logit - top) * rate
         is_in = (logit > above) & (logit >= low) & (gap >= low_gap)
         mass += tl.where(is_in, tl.exp(gap), 0.0)
         count += is_in.to(tl.int32)
@@ -262,10 +289,10 @@ def _mass(source_ptr, step, num, temperature, top, low, low_gap, above, TILE: tl
 
 @triton.jit
 def _drawn(
-    source_ptr, step, num, ids_ptr, is_listed, temperature, top, low, low_gap, above, key,
+    source_ptr, step, num, ids_ptr, is_listed, rate, top, low, low_gap, above, key,
     FAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The draw among the kept tokens whose logit is above `above`: its place in the source, its id and its logit."""
+    """The draw among the kept tokens whose logit is above `above`: its id and its logit."""
     best = tl.full([TILE], -INF, tl.float32)
     best_index = tl.arange(0, TILE)
     start = 0
@@ -273,9 +300,9 @@ def _drawn(
         index = start + tl.arange(0, TILE)
         logit = tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF)
         listed_ids = tl.load(ids_ptr + index, mask=is_listed & (index < num), other=0)
-        scaled = tl.div_rn(logit, temperature)
-        is_in = (logit > above) & (logit >= low) & (scaled - top >= low_gap)
-        score = tl.where(is_in, scaled + _gumbel(tl.where(is_listed, listed_ids, index), key, FAST), -INF)
+        gap = (logit - top) * rate
+        is_in = (logit > above) & (logit >= low) & (gap >= low_gap)
+        score = tl.where(is_in, gap + _gumbel(tl.where(is_listed, listed_ids, index), key, FAST), -INF)
         best_index = tl.where(score > best, index, best_index)
         best = tl.maximum(best, score)
         start += TILE
@@ -291,22 +318,30 @@ def _drawn(
 @triton.jit
 def _filtered(
     token_id, drawn_logit, row_ptr, step, temperature, key, top, exp_sum, top_k, top_p, min_p,
-    group_max_ptr, num_groups, list_ptr, list_ids_ptr,
-    VOCAB_SIZE: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr,
+    group_max_ptr, num_groups, groups_ptr, list_ptr, list_ids_ptr,
+    VOCAB_SIZE: tl.constexpr, MAX_GROUPS: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
+    TILE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The token of a filtered row, given the one of the open draw. top: the highest scaled logit."""
+    """The token of a filtered row, given the one of the open draw. top: the highest logit."""
+    rate = _rate(temperature)
+    lowest = tl.full([], float("-inf"), tl.float32)
     is_narrowed = (top_k > 0) | (min_p > 0.0)
-    low_gap = -INF
+    low = lowest  # a kept token's logit reaches it
+    low_gap = lowest  # and its scaled logit comes as near to the top
     if min_p > 0.0:
         low_gap = tl.minimum(tl.log(min_p), 0.0)  # the most likely token always stays
-    low = -INF
+        low = top + low_gap / rate - 1e-6 * (tl.abs(top) - low_gap / rate)
     if (top_k > 0) & (top_k <= num_groups):
-        low = _kth(group_max_ptr, 1, num_groups, -INF, top_k.to(tl.int32), 2, TILE)
-    list_gap = low_gap
-    if (not is_narrowed) & (top_p < 1.0):
-        # Tokens below this weigh less than 1 − p together, however many they are; the margin is for rounding.
-        list_gap = tl.log(exp_sum * (1.0 - top_p) / VOCAB_SIZE) - 0.01
-    num = _listed(row_ptr, step, temperature, top, low, list_gap, list_ptr, list_ids_ptr, VOCAB_SIZE, CAPACITY, TILE)
+        k = top_k.to(tl.int32)
+        bound = _threshold(group_max_ptr, 1, num_groups, lowest, top, num_groups, k, 4 + k // 8, TILE)
+        low = tl.maximum(low, bound)
+    list_low = low
+    if not is_narrowed:
+        list_low = _value(_order(drawn_logit) + 1)
+    num = _listed(
+        row_ptr, step, group_max_ptr, num_groups, list_low, groups_ptr, list_ptr, list_ids_ptr,
+        VOCAB_SIZE, MAX_GROUPS, GROUP, CAPACITY, TILE,
+    )  # fmt: skip
     num_in = num
     is_listed = num <= CAPACITY
     zero = tl.full([], 0, tl.int32)  # makes tensors of arguments that the compiler took for constants
@@ -317,25 +352,24 @@ def _filtered(
         source_step = zero + step
         num = zero + VOCAB_SIZE
     if (top_k > 0) & (top_k < num_in):
-        low = _kth(source_ptr, source_step, num, low, top_k.to(tl.int32), 4, TILE)
+        low = _threshold(source_ptr, source_step, num, low, top, num_in, top_k.to(tl.int32), 0, TILE)
 
-    if (drawn_logit < low) | (tl.div_rn(drawn_logit, temperature) - top < low_gap):
+    if (drawn_logit < low) | ((drawn_logit - top) * rate < low_gap):
         token_id, drawn_logit = _drawn(
-            source_ptr, source_step, num, list_ids_ptr, is_listed, temperature, top, low, low_gap, -INF, key,
-            FAST, TILE,
-        )  # fmt: skip
+            source_ptr, source_step, num, list_ids_ptr, is_listed, rate, top, low, low_gap, lowest, key, FAST, TILE
+        )
     if top_p < 1.0:
         total = exp_sum
         if is_narrowed:
-            total, _ = _mass(source_ptr, source_step, num, temperature, top, low, low_gap, -INF, TILE)
+            total, _ = _mass(source_ptr, source_step, num, rate, top, low, low_gap, lowest, TILE)
         is_settled = False
         while not is_settled:
-            mass, count = _mass(source_ptr, source_step, num, temperature, top, low, low_gap, drawn_logit, TILE)
+            mass, count = _mass(source_ptr, source_step, num, rate, top, low, low_gap, drawn_logit, TILE)
             is_settled = (count == 0) | (mass < top_p * total)
             if not is_settled:
                 next_id, next_logit = _drawn(
-                    source_ptr, source_step, num, list_ids_ptr, is_listed, temperature, top, low, low_gap,
-                    drawn_logit, key, FAST, TILE,
+                    source_ptr, source_step, num, list_ids_ptr, is_listed, rate, top, low, low_gap, drawn_logit, key,
+                    FAST, TILE,
                 )  # fmt: skip
                 is_settled = not (next_logit > drawn_logit)  # always it is; were it not, this would go on for ever
                 token_id = next_id
@@ -347,9 +381,10 @@ def _filtered(
 def settle(
     logits_ptr, row_step, id_step, num_blocks,
     temperature_ptr, seed_ptr, position_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    facts_ptr, best_ids_ptr, group_max_ptr, list_ptr, list_ids_ptr, token_ids_ptr, is_faulty_ptr,
-    VOCAB_SIZE: tl.constexpr, GREEDY_BELOW: tl.constexpr, MAX_BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
-    CAPACITY: tl.constexpr, TILE: tl.constexpr, HAS_FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    facts_ptr, best_ids_ptr, group_max_ptr, groups_ptr, list_ptr, list_ids_ptr, token_ids_ptr, is_faulty_ptr,
+    VOCAB_SIZE: tl.constexpr, GREEDY_BELOW: tl.constexpr, MAX_BLOCKS: tl.constexpr, MAX_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS_A_BLOCK: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+    HAS_FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row). logits_ptr: the edited logits where rows have edits."""
     row, num_rows = tl.program_id(0), tl.num_programs(0)
@@ -369,16 +404,19 @@ def settle(
         temperature = tl.load(temperature_ptr + row)
         is_drawn = (temperature >= GREEDY_BELOW) & (best > -INF) & (not is_faulty)
         if is_drawn & _is_filtered(row, top_k_ptr, top_p_ptr, min_p_ptr):
-            block_top = tl.load(facts_ptr + SCALED_MAX * field_step, mask=is_real, other=-INF)
+            block_top = tl.load(facts_ptr + LOGIT_MAX * field_step, mask=is_real, other=-INF)
             block_sum = tl.load(facts_ptr + EXP_SUM * field_step, mask=is_real, other=0.0)
             top = tl.max(block_top, 0)
+            exp_sum = tl.sum(block_sum * tl.exp((block_top - top) * _rate(temperature)), 0)
+            num_groups = num_blocks * GROUPS_A_BLOCK
             row_ptr = logits_ptr + row.to(tl.int64) * row_step
             token_id = _filtered(
                 token_id, tl.load(row_ptr + token_id.to(tl.int64) * id_step), row_ptr, id_step, temperature,
-                _row_key(seed_ptr, position_ptr, row), top, tl.sum(block_sum * tl.exp(block_top - top), 0),
+                _row_key(seed_ptr, position_ptr, row), top, exp_sum,
                 tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
-                group_max_ptr + row * num_blocks * GROUPS, num_blocks * GROUPS,
-                list_ptr + row * CAPACITY, list_ids_ptr + row * CAPACITY, VOCAB_SIZE, CAPACITY, TILE, FAST,
+                group_max_ptr + row * num_groups, num_groups, groups_ptr + row * num_groups,
+                list_ptr + row * CAPACITY, list_ids_ptr + row * CAPACITY,
+                VOCAB_SIZE, MAX_GROUPS, GROUP, CAPACITY, TILE, FAST,
             )  # fmt: skip
     tl.store(token_ids_ptr + row, tl.where(is_faulty, 0, token_id).to(tl.int64))
     tl.store(is_faulty_ptr + row, is_faulty)

@@ -17,17 +17,19 @@ from tokenspeed.kernels.registry import Band, KernelContext, Solution
 
 BLOCK = 2048
 """Tokens that a program of the first launch reads."""
-GROUPS = 16
-"""Groups of a block whose maxima bound top-k: a top-k of up to GROUPS · V / BLOCK needs no pass over the row."""
+GROUP = 128
+"""Tokens of a group. A top-k above V / GROUP finds no bound among their maxima and reads the row again and again."""
 CAPACITY = 1 << 15
 """Tokens in the list of a filtered row. It must not depend on the batch, lest a row's sums do."""
-TILE = 4096
+TILE = 2048
 """Tokens that the one program of a filtered row takes at once."""
 ROWS_A_LAUNCH = 256
 """Bounds the memory in between: 8 · CAPACITY bytes a row, and a copy of the logits of rows with edits and filters."""
+OVERLAPS = True
+"""The second launch is prepared while the first one runs."""
 NUM_FACTS = 4
 SURVEY_WARPS = 8
-SETTLE_WARPS = 32
+SETTLE_WARPS = 16
 
 
 def build(ctx: KernelContext) -> SampleFn:
@@ -35,7 +37,7 @@ def build(ctx: KernelContext) -> SampleFn:
     from tokenspeed.kernels.ops.sampling import _triton
 
     on_cuda = torch.device(ctx.device).type == "cuda"
-    launch = _Launch(_triton, {"FAST": on_cuda, "PDL": False})
+    launch = _Launch(_triton, on_cuda)
 
     def sample(logits_SV: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         assert logits_SV.dtype is torch.float32, logits_SV.dtype
@@ -53,9 +55,10 @@ def build(ctx: KernelContext) -> SampleFn:
 class _Launch:
     """The two kernels over some rows of a call."""
 
-    def __init__(self, kernels: Any, flags: dict[str, bool]) -> None:
+    def __init__(self, kernels: Any, on_cuda: bool) -> None:
         self._kernels = kernels
-        self._flags = flags
+        self._flags = {"FAST": on_cuda, "PDL": on_cuda and OVERLAPS}
+        self._options = {"launch_pdl": True} if self._flags["PDL"] else {}
 
     def __call__(self, logits_SV: torch.Tensor, inputs: SamplingInputs, first_row: int, sampled: Sampled) -> None:
         num_rows, vocab_size = logits_SV.shape
@@ -65,7 +68,8 @@ class _Launch:
         has_edits = any(part is not None for part in (inputs.penalties, inputs.edits, inputs.masks))
         facts = logits_SV.new_empty(NUM_FACTS, num_rows, num_blocks)
         best_ids = logits_SV.new_empty(num_rows, num_blocks, dtype=torch.int32)
-        group_max = logits_SV.new_empty(num_rows, num_blocks, GROUPS) if has_filters else None
+        num_groups = num_blocks * (BLOCK // GROUP)
+        group_max = logits_SV.new_empty(num_rows, num_groups) if has_filters else None
         edited_SV = logits_SV.new_empty(num_rows, vocab_size) if has_filters and has_edits else None
         self._kernels.survey[num_blocks, num_rows](
             logits_SV,
@@ -79,7 +83,7 @@ class _Launch:
             HAS_DRAWS=inputs.draws is not None,
             HAS_FILTERS=has_filters,
             BLOCK=BLOCK,
-            GROUPS=GROUPS,
+            GROUP=GROUP,
             num_warps=SURVEY_WARPS,
             **draws,
             **_edits(inputs),
@@ -94,18 +98,22 @@ class _Launch:
             facts_ptr=facts,
             best_ids_ptr=best_ids,
             group_max_ptr=group_max,
+            groups_ptr=best_ids.new_empty(num_rows, num_groups) if has_filters else None,
             list_ptr=logits_SV.new_empty(num_rows, CAPACITY) if has_filters else None,
             list_ids_ptr=best_ids.new_empty(num_rows, CAPACITY) if has_filters else None,
             token_ids_ptr=sampled.token_ids_S,
             is_faulty_ptr=sampled.is_faulty_S,
             MAX_BLOCKS=1 << (num_blocks - 1).bit_length(),
-            GROUPS=GROUPS,
+            MAX_GROUPS=1 << (num_groups - 1).bit_length(),
+            GROUP=GROUP,
+            GROUPS_A_BLOCK=BLOCK // GROUP,
             CAPACITY=CAPACITY,
             TILE=TILE,
             HAS_FILTERS=has_filters,
             num_warps=SETTLE_WARPS if has_filters else 4,
             **draws,
             **self._flags,
+            **self._options,
         )
 
 

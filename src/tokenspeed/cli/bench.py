@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from tokenspeed.bench import report
+from tokenspeed.bench.floor import Ceilings
 from tokenspeed.cli.flags import add_model, engine_config
 from tokenspeed.core.errors import ConfigError
 from tokenspeed.observability.progress import shown_progress
@@ -113,6 +114,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _tell(options: argparse.Namespace, header: tuple[str, ...], rows: list[tuple[str, ...]], result: Any) -> None:
+    """Print the table, in Markdown with what a kept number carries, and write the file."""
+    if options.markdown:
+        ceilings = Ceilings(**result["ceilings"])
+        print(f"Command: `{result['command']}` · commit {result['commit']} · {result['date']} · {ceilings}\n")
     print((report.markdown if options.markdown else report.table)(header, rows))
     if options.json is not None:
         report.write_json(options.json, result)

@@ -31,8 +31,10 @@ def test_a_table_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path = tmp_path / "times.json"
     assert bench("silu_mul", "--shape", "16", "--markdown", "--json", str(path), "--dtype", "bfloat16") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| op | shape | solution | floor µs | time µs | x floor | peer µs | check |"
-    assert [line.split("|")[1:4] for line in lines[2:]] == [[" silu_mul ", " 16 ", " cpu "]]
+    assert lines[0].startswith("Command: `tokenspeed ")
+    assert "a machine: reads 1.000 TB/s, computes 10 TFLOP/s" in lines[0]
+    assert lines[2] == "| op | shape | solution | floor µs | time µs | x floor | peer µs | check |"
+    assert [line.split("|")[1:4] for line in lines[4:]] == [[" silu_mul ", " 16 ", " cpu "]]
     kept = json.loads(path.read_text())
     assert kept["dtype"] == "bfloat16"
     assert kept["ceilings"]["read_bytes_s"] == 1e12

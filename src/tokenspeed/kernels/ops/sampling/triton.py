@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tokenspeed.kernels.ops.sampling import GREEDY_BELOW, Draws, Sampled, SampleFn, SamplingInputs
-from tokenspeed.kernels.platform import triton_on_cuda
+from tokenspeed.kernels.platform import has_dependent_launch, triton_on_cuda
 from tokenspeed.kernels.registry import Band, KernelContext, Solution
 
 BLOCK = 2048
@@ -25,8 +25,6 @@ TILE = 2048
 """Tokens that the one program of a filtered row takes at once."""
 ROWS_A_LAUNCH = 256
 """Bounds the memory in between: 8 · CAPACITY bytes a row, and a copy of the logits of rows with edits and filters."""
-OVERLAPS = True
-"""The second launch is prepared while the first one runs."""
 NUM_FACTS = 4
 SURVEY_WARPS = 8
 SETTLE_WARPS = 16
@@ -36,8 +34,7 @@ def build(ctx: KernelContext) -> SampleFn:
     """The op on one device. On the CPU Triton interprets it."""
     from tokenspeed.kernels.ops.sampling import _triton
 
-    on_cuda = torch.device(ctx.device).type == "cuda"
-    launch = _Launch(_triton, on_cuda)
+    launch = _Launch(_triton, torch.device(ctx.device).type == "cuda", has_dependent_launch(ctx.device))
 
     def sample(logits_SV: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         assert logits_SV.dtype is torch.float32, logits_SV.dtype
@@ -55,10 +52,10 @@ def build(ctx: KernelContext) -> SampleFn:
 class _Launch:
     """The two kernels over some rows of a call."""
 
-    def __init__(self, kernels: Any, on_cuda: bool) -> None:
+    def __init__(self, kernels: Any, on_cuda: bool, pdl: bool) -> None:
         self._kernels = kernels
-        self._flags = {"FAST": on_cuda, "PDL": on_cuda and OVERLAPS}
-        self._options = {"launch_pdl": True} if self._flags["PDL"] else {}
+        self._flags = {"FAST": on_cuda, "PDL": pdl}
+        self._options = {"launch_pdl": True} if pdl else {}
 
     def __call__(self, logits_SV: torch.Tensor, inputs: SamplingInputs, first_row: int, sampled: Sampled) -> None:
         num_rows, vocab_size = logits_SV.shape

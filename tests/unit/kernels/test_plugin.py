@@ -49,7 +49,8 @@ def run(command: list[str], environment: dict[str, str]) -> str:
 def test_it_joins_the_conformance_suite(environment: dict[str, str]) -> None:
     suite = "tests/unit/kernels/test_conformance.py"
     out = run(
-        [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", suite, "-k", "silu_mul and gated"], environment
+        [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", suite, "-k", "silu_mul and gated"],
+        environment,
     )
     passed = set(re.findall(r"(test_\w+)\[silu_mul-gated-(\w+)\] PASSED", out))
     names = ("test_agrees_with_the_reference", "test_keeps_its_promises_of_determinism_and_batch_invariance")

@@ -30,6 +30,16 @@ def _prefetch(weight, first, weight_stride, num_outputs, ROWS: tl.constexpr, NUM
 
 
 @triton.jit
+def _tile_of(program, num_outputs, num_rows, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(tile of outputs, tile of rows). Programs that run together share eight tiles of rows and read few weights."""
+    num_tiles_n, num_tiles_r = tl.cdiv(num_outputs, BLOCK_N), tl.cdiv(num_rows, BLOCK_R)
+    first_r = program // (8 * num_tiles_n) * 8
+    height = tl.minimum(num_tiles_r - first_r, 8)
+    place = program % (8 * num_tiles_n)
+    return place // height, first_r + place % height
+
+
+@triton.jit
 def _sum_of_splits(acc_NR, partials, arrivals, tile, split, num_splits, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
     """(whether this program was the tile's last to arrive, the sum of all in the order of the splits if so)."""
     at_NR = tl.arange(0, BLOCK_N)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
@@ -68,13 +78,16 @@ def few_rows(
     EVEN: tl.constexpr,
     PREFETCH: tl.constexpr,
     WIDEN: tl.constexpr,
+    EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program: BLOCK_N outputs of BLOCK_R rows over one of num_splits parts of the inputs.
 
     EVEN: the inputs are whole blocks. WIDEN: multiply in float32, for the interpreter, which has no product of shorter
-    numbers. partials: float32, a tile for each program. arrivals: int32 zeros, one a tile, zeros again afterwards."""
-    tile_n, tile_r, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    numbers. partials: float32, a tile for each program. arrivals: int32 zeros, one a tile, zeros again
+    afterwards. EVICT: which weights leave the cache first."""
+    split = tl.program_id(1)
+    tile_n, tile_r = _tile_of(tl.program_id(0), num_outputs, num_rows, BLOCK_N, BLOCK_R)
     blocks = tl.cdiv(tl.cdiv(num_inputs, BLOCK_D), num_splits)
     start, stop = split * blocks * BLOCK_D, tl.minimum((split + 1) * blocks * BLOCK_D, num_inputs)
     if PREFETCH > 0:
@@ -92,7 +105,7 @@ def few_rows(
     for place in tl.range(start, stop, BLOCK_D, num_stages=STAGES):
         places_D = place + inputs_D
         if EVEN:
-            weight_ND = tl.load(weight_N[:, None] + places_D[None, :])
+            weight_ND = tl.load(weight_N[:, None] + places_D[None, :], eviction_policy=EVICT)
             x_DR = tl.load(x_R[None, :] + places_D[:, None])
         else:
             weight_ND = tl.load(weight_N[:, None] + places_D[None, :], mask=places_D[None, :] < stop, other=0.0)
@@ -102,56 +115,7 @@ def few_rows(
         acc_NR = tl.dot(weight_ND, x_DR, acc_NR, input_precision="ieee")
     is_last = True
     if IS_SPLIT:
-        tile = tile_r * tl.num_programs(0) + tile_n
-        is_last, acc_NR = _sum_of_splits(acc_NR, partials, arrivals, tile, split, num_splits, BLOCK_N, BLOCK_R)
-    if is_last:
-        if HAS_BIAS:
-            bias_N = tl.load(bias + outputs_N, mask=outputs_N < num_outputs, other=0.0).to(tl.float32)
-            acc_NR += bias_N[:, None]
-        at_NR = rows_R[None, :].to(tl.int64) * num_outputs + outputs_N[:, None]
-        tl.store(out + at_NR, acc_NR, mask=(outputs_N < num_outputs)[:, None] & (rows_R < num_rows)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
-def few_rows_tma(
-    x,
-    weight_desc,
-    bias,
-    out,
-    partials,
-    arrivals,
-    num_rows,
-    num_outputs,
-    num_inputs,
-    x_stride,
-    num_splits,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """As few_rows, for inputs in whole blocks; the weights come as whole tiles, by a tensor map."""
-    tile_n, tile_r, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    blocks = tl.cdiv(tl.cdiv(num_inputs, BLOCK_D), num_splits)
-    start, stop = split * blocks * BLOCK_D, tl.minimum((split + 1) * blocks * BLOCK_D, num_inputs)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    outputs_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows_R = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    inputs_D = tl.arange(0, BLOCK_D)
-    x_R = x + tl.minimum(rows_R, num_rows - 1).to(tl.int64) * x_stride
-    acc_NR = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    for place in tl.range(start, stop, BLOCK_D, num_stages=STAGES):
-        weight_ND = weight_desc.load([tile_n * BLOCK_N, place])
-        x_DR = tl.load(x_R[None, :] + (place + inputs_D)[:, None])
-        acc_NR = tl.dot(weight_ND, x_DR, acc_NR, input_precision="ieee")
-    is_last = True
-    if IS_SPLIT:
-        tile = tile_r * tl.num_programs(0) + tile_n
+        tile = tl.program_id(0)
         is_last, acc_NR = _sum_of_splits(acc_NR, partials, arrivals, tile, split, num_splits, BLOCK_N, BLOCK_R)
     if is_last:
         if HAS_BIAS:

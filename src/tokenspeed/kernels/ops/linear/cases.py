@@ -34,6 +34,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(name, (x_TD, weight_ND, bias_N), rows=_rows(x_TD, weight_ND, bias_N))
     wide_TD = torch.randn(6, 200, generator=generator).to(dtype)
     weight_ND = torch.randn(20, 96, generator=generator).to(dtype)[:, 5:85]
+    many_TD = torch.randn(600, 40, generator=generator).to(dtype)
+    yield Case("many-rows", (many_TD, torch.randn(130, 40, generator=generator).to(dtype), None))
     yield Case("strided", (wide_TD[::2, 17:97], weight_ND, None))
     yield Case("float32-out", (wide_TD[:2, :80], weight_ND, None, torch.float32))
 

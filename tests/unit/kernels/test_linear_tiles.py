@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of linear for few rows: each fits the machine, and every matrix gets one or is left to cuBLAS."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenspeed.kernels.ops.linear import _tuned, triton_invariant
+from tokenspeed.kernels.ops.linear._few_rows import ARRIVALS_MAX, Tile
+
+SHARED_MEMORY_BYTES = 227 << 10
+MATRICES = [
+    *((n, k) for n in (1, 48, 512, 2048, 4096, 6144, 24576, 151936) for k in (1, 40, 512, 1100, 4096, 12288)),
+    *{matrix for _, matrix in _tuned._MEASURED},
+]
+
+
+def shared_bytes(tile: Tile, rows: int) -> int:
+    """What the blocks on their way take, of numbers of two bytes."""
+    return tile.stages * (tile.outputs + rows) * tile.inputs * 2
+
+
+@pytest.mark.parametrize("rows", _tuned.BUCKETS)
+def test_every_tile_fits(rows: int) -> None:
+    tiles = [(matrix, tile) for matrix in MATRICES if (tile := _tuned.tile_for(rows, *matrix)) is not None]
+    assert tiles
+    for (num_outputs, num_inputs), tile in tiles:
+        assert shared_bytes(tile, rows) <= SHARED_MEMORY_BYTES, tile
+        assert tile.num_splits == 1 or -(-num_outputs // tile.outputs) <= ARRIVALS_MAX, tile
+        assert tile.num_splits == 1 or num_inputs >= 4 * tile.inputs * tile.num_splits, tile
+        assert tile.prefetch % 16 == 0, tile
+        assert tile.prefetch <= 2 * num_inputs // tile.num_splits, tile
+
+
+def test_rows_take_the_first_bucket_that_holds_them() -> None:
+    assert [_tuned.bucket_of(rows) for rows in (1, 16, 17, 32, 33, 64, 65, 8192)] == [
+        16,
+        16,
+        32,
+        32,
+        64,
+        64,
+        None,
+        None,
+    ]
+
+
+def test_many_outputs_are_not_split_and_few_are() -> None:
+    many, few = _tuned.tile_for(16, 100_000, 5120), _tuned.tile_for(16, 1024, 5120)
+    assert many is not None and many.num_splits == 1
+    assert few is not None and few.num_splits > 1
+    assert _tuned.tile_for(64, 100_000, 5120) is None
+
+
+def test_the_invariant_tile_has_no_splits() -> None:
+    for tile in (triton_invariant.TILE, triton_invariant.FLOAT32_TILE):
+        assert tile.num_splits == 1
+        assert shared_bytes(tile, triton_invariant.ROWS) * 2 <= SHARED_MEMORY_BYTES

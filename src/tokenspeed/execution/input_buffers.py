@@ -177,14 +177,17 @@ class InputBuffers:
         )
 
     def step(self, inputs: StepInputs) -> StepInput:
-        """The step as a model takes it."""
+        """The step as a model takes it. On a GPU it has as many rows as there are seats, the rest of them empty, and
+        tables of full width: a kernel is compiled for a shape."""
         own = inputs.own
-        num_blocks = -(-own.max_seq_len // self.block_size)
-        places_R = self._tensor(own.places_R)
+        num_blocks, num_empty = -(-own.max_seq_len // self.block_size), 0
+        if self.tables.is_cuda:
+            num_blocks, num_empty = self.tables.shape[2], self.seats.each - len(own.places_R)
+        places_R = self._tensor(_padded(own.places_R, num_empty, self.seats.each))
         batch = ForwardBatch(
             positions_T=self._tensor(own.positions_T),
-            query_start=self._tensor(own.query_start.astype(np.int32)),
-            seq_lens_R=self._tensor(own.seq_lens_R.astype(np.int32)),
+            query_start=self._tensor(_padded(own.query_start, num_empty, len(own.positions_T)).astype(np.int32)),
+            seq_lens_R=self._tensor(_padded(own.seq_lens_R, num_empty, 1).astype(np.int32)),
             max_query_len=own.max_query_len,
             max_seq_len=own.max_seq_len,
             groups=tuple(
@@ -252,6 +255,10 @@ class InputBuffers:
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         return uploaded(array, self._device)
+
+
+def _padded(array: Int64Array, num: int, value: int) -> Int64Array:
+    return np.concatenate([array, np.full(num, value, dtype=np.int64)]) if num else array
 
 
 def _starts(lens: Int64Array) -> Int64Array:

@@ -29,7 +29,7 @@ from tokenspeed.core.ipc import KernelBinding, Vocabulary
 from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
 from tokenspeed.core.request import SamplingParams, TokenLogprobs
 from tokenspeed.execution import kv_cache, placement
-from tokenspeed.execution.cuda_graph import DECODE_ROWS_MAX, StepGraphs, step_sizes
+from tokenspeed.execution.cuda_graph import DECODE_ROWS_MAX, TOKENS_MAX, StepGraphs, step_sizes
 from tokenspeed.execution.drawn import SamplerOutput
 from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
@@ -277,6 +277,14 @@ class ModelRunner:
         )
         self._on_thread(lambda: graphs.prepare(progress))
         self._graphs = graphs
+        self._warm_large_steps()
+
+    def _warm_large_steps(self) -> None:
+        """Steps of more tokens than are prepared: a kernel is compiled anew where a number is a multiple of 16."""
+        most = min(self.info.max_num_batched_tokens, self.info.max_model_len - 1) // 16 * 16
+        for length in (most, most - 1) if most > TOKENS_MAX + 1 else ():
+            prompt = np.zeros(length, dtype=np.int32)
+            self.launch(_plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True), (_warm_seating(prompt),)).wait()
 
     def _whole_decode_step(self, ctx: BuildContext) -> DecodeStep | None:
         """What computes a small decode step as one op, where there is such for this model."""
@@ -313,7 +321,7 @@ class ModelRunner:
         once more for its time: seconds a token."""
         prompt_len = max(1, min(_WARMUP_LEN, self.info.max_model_len - 1))
         prompt = np.zeros(prompt_len, dtype=np.int32)
-        seating = Seating(0, "warm-up", SamplingParams(temperature=0.0, seed=0), (), prompt, prompt_len)
+        seating = _warm_seating(prompt)
         plans = (
             _plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True),
             _plain_plan(1, RowKind.DECODE, prompt[:0], seated=False),
@@ -350,6 +358,10 @@ def _build(source: ModelSource, ctx: BuildContext, progress: ProgressFn | None) 
 
 def _binding(kernel: BoundKernel) -> KernelBinding:
     return KernelBinding(kernel.op, kernel.solution, kernel.passed_over)
+
+
+def _warm_seating(prompt: Int32Array) -> Seating:
+    return Seating(0, "warm-up", SamplingParams(temperature=0.0, seed=0), (), prompt, len(prompt))
 
 
 def _plain_plan(step_id: int, kind: RowKind, token_ids: Int32Array, *, seated: bool) -> StepPlan:

@@ -27,6 +27,7 @@ from tokenspeed.cli.flags import (
     engine_config,
     given,
 )
+from tokenspeed.cli.parser import Parser
 from tokenspeed.cli.status import add_server, add_top, run_sessions, run_top
 from tokenspeed.cli.terminal import run_chat, run_generate
 from tokenspeed.core.config import LaunchedRank, ServerConfig, launched_rank
@@ -70,7 +71,7 @@ def _say_error(error: Exception, debug: bool) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tokenspeed", description="An LLM inference engine for coding agents.")
+    parser = Parser(prog="tokenspeed", description="An LLM inference engine for coding agents.")
     parser.add_argument("--version", action="version", version=f"tokenspeed {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from tokenspeed.cli.parser import size
 from tokenspeed.core.config import (
     DEFAULT_MODEL,
     CacheConfig,
@@ -34,6 +35,8 @@ class Flag:
     help: str
     metavar: str | None = None
 
+
+_SIZES = ("TOKENS", "BYTES")
 
 MODEL_FLAGS = (
     Flag(("--revision",), ModelConfig, "revision", "branch, tag or commit of a hub model"),
@@ -91,7 +94,7 @@ MODEL_FLAGS = (
         SchedulerConfig,
         "max_num_batched_tokens",
         "tokens of a step (by speed)",
-        "N",
+        "TOKENS",
     ),
     Flag(
         ("--max-num-waiting", "--max-queued-requests"),
@@ -130,7 +133,7 @@ SERVER_FLAGS = (
     Flag(("--strict-model-name",), ServerConfig, "strict_model_name", "refuse requests for other model names"),
 )
 SAMPLING_FLAGS = (
-    Flag(("--max-tokens",), SamplingParams, "max_tokens", "generate at most so many (until the model stops)", "N"),
+    Flag(("--max-tokens",), SamplingParams, "max_tokens", "generate at most so many (until the model stops)", "TOKENS"),
     Flag(("--temperature",), SamplingParams, "temperature", "0 is greedy (the model's own)", "T"),
     Flag(("--top-p",), SamplingParams, "top_p", "nucleus sampling", "P"),
     Flag(("--top-k",), SamplingParams, "top_k", "only the k most likely; 0 is off", "K"),
@@ -161,7 +164,8 @@ def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
         if kind is bool:
             settings["action"] = argparse.BooleanOptionalAction
         else:
-            settings.update(type=kind, choices=choices, metavar=flag.metavar)
+            is_size = kind is int and flag.metavar in _SIZES
+            settings.update(type=size if is_size else kind, choices=choices, metavar=flag.metavar)
         parser.add_argument(*flag.names, **settings)
 
 

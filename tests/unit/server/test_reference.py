@@ -17,6 +17,7 @@ import pytest
 
 from tokenspeed import cli
 from tokenspeed.cli import flags
+from tokenspeed.cli.others import REFUSED
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.llm import sampling
 
@@ -85,16 +86,28 @@ def parsed(words: str) -> dict[str, Any]:
 def test_flags_of_other_servers(row: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     theirs, verdict = row[0].strip("`"), row[2]
     if verdict == "refused":
+        flag = theirs.split()[0]
         with pytest.raises(SystemExit) as ended:
             cli.main(["serve", "m", *shlex.split(theirs)])
         assert ended.value.code == 2
-        assert theirs.split()[0] in capsys.readouterr().err
+        assert capsys.readouterr().err == f"error: {flag} is no flag here: {plain(row[3])}\n"
         return
     ours = re.fullmatch(r"mapped to `(.+)`", verdict)
     assert ours or verdict == "the same", verdict
     found = parsed(theirs)
     assert found == parsed(ours[1] if ours else theirs)
     assert found != parsed("") or theirs == "--enable-prefix-caching"
+
+
+def plain(remark: str) -> str:
+    """What is left of Markdown on a terminal."""
+    without_asides = re.sub(r" \(\[[^]]*\]\([^)]*\)\)", "", remark)
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", without_asides).replace("`", "")
+
+
+def test_the_page_has_each_flag_that_is_refused_with_a_hint() -> None:
+    written = {row[0].strip("`").split()[0] for row in rows("compatibility.md", "Flags") if row[2] == "refused"}
+    assert written == set(REFUSED)
 
 
 @pytest.mark.parametrize("row", rows("compatibility.md", "Request fields"), ids=lambda row: row[0])

@@ -91,6 +91,8 @@ def test_every_configuration_field_has_a_flag_or_a_reason() -> None:
         (["serve", "--host-kv-tokens", "-16"], "--host-kv-tokens -16"),
         (["serve", "--host-kv-tokens", "64", "--no-prefix-caching"], "--no-prefix-caching"),
         (["serve", "--host-store", "pressure"], "give --host-kv-tokens"),
+        (["serve", "--max-num-waiting", "-1"], "--max-num-waiting -1"),
+        (["serve", "--ageing-steps", "0"], "--ageing-steps 0"),
     ],
 )
 def test_a_wrong_flag_is_one_line(
@@ -267,6 +269,28 @@ def test_a_port_in_use_is_said_before_the_model_is_looked_for() -> None:
     assert done.stderr.splitlines() == [
         f"error: 127.0.0.1:{port} is in use; stop the other program, or pass --port N (0 picks a free one)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--body-bytes-max", "0"),
+        ("--api-key", ""),
+        ("--tool-call-parser", "nonsense"),
+        ("--chat-template", "/no/such/file"),
+        ("--store", "/no/such/folder/file"),
+        ("--port", "65536"),
+    ],
+)
+def test_a_value_that_cannot_work_is_said_before_the_model_is_looked_for(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["serve", "/no/such/model.gguf", *(() if flag == "--port" else ("--port", "0")), flag, value]
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert f"{flag} {value}".strip() in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])

@@ -124,6 +124,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is below --max-num-seqs "
                 f"{scheduler.max_num_seqs}: each running request needs one token a step",
             )
+        _require(scheduler.max_num_waiting >= 0, f"--max-num-waiting {scheduler.max_num_waiting}: give 0 or more")
+        _require(scheduler.ageing_steps >= 1, f"--ageing-steps {scheduler.ageing_steps}: give at least 1")
         _require(scheduler.overlap_depth in (0, 1), f"--overlap-depth {scheduler.overlap_depth}: use 0 or 1")
         if model.max_model_len is not None:
             _require(model.max_model_len >= 2, f"--max-model-len {model.max_model_len}: give at least 2")
@@ -155,6 +157,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     strict_model_name: bool = False
     tool_call_parser: str = "auto"
     tool_grammar: Literal["on", "off"] = "on"
+
+    def validate(self) -> ServerConfig:
+        """This configuration, or ConfigError naming the flag."""
+        _require(self.body_bytes_max >= 1, f"--body-bytes-max {self.body_bytes_max}: give at least 1")
+        _require(self.api_key != "", "--api-key is empty: give a key, or leave the flag out")
+        return self
 
 
 def cache_dir() -> Path:

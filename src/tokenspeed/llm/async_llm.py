@@ -31,6 +31,7 @@ from tokenspeed.llm.input_processor import (
     TextPrompt,
     TokensPrompt,
     default_sampling,
+    given_template,
 )
 from tokenspeed.llm.output_processor import RequestStream
 from tokenspeed.llm.outputs import RequestOutput
@@ -75,6 +76,7 @@ class AsyncLLM:
         progress(stage, done, total, unit) may be called from another thread. Raises StartError subclasses.
         """
         config.validate()
+        given_template(config)  # before anything is loaded
         source = await asyncio.to_thread(open_model, config.model, progress)
         if source.tokenizer is None:
             raise TokenizerError(

@@ -299,8 +299,8 @@ def _eos_ids(source: ModelSource, tokenizer: TextCodec) -> tuple[int, ...]:
 
 def _chat_template_text(source: ModelSource, config: EngineConfig) -> str | None:
     """The template given by the operator, else the model's own."""
-    given = config.model.chat_template
-    return source.chat_template if given is None else _template_text(given)
+    given = given_template(config)
+    return source.chat_template if given is None else given
 
 
 def _chat_template(text: str | None, tokenizer: TextCodec) -> ChatTemplate | None:
@@ -311,9 +311,10 @@ def _chat_template(text: str | None, tokenizer: TextCodec) -> ChatTemplate | Non
     )
 
 
-def _template_text(given: str) -> str:
-    """--chat-template is a file, or the template itself."""
-    if "{" in given:
+def given_template(config: EngineConfig) -> str | None:
+    """The template that the operator gives: --chat-template is a file, or the template itself. Raises ConfigError."""
+    given = config.model.chat_template
+    if given is None or "{" in given:
         return given
     try:
         return Path(given).read_text(encoding="utf-8")

@@ -121,10 +121,16 @@ def served_name(llm: ServedLLM) -> str:
 def _dialect(llm: ServedLLM, config: ServerConfig) -> str:
     """The parser of the model's replies: what the operator says, else what its chat template speaks. ConfigError when
     there is no such parser."""
+    check_dialect(config)
     if config.tool_call_parser == "auto":
         return parsers.choose(llm.input_processor.template_text or "")
-    parsers.resolve(config.tool_call_parser)
     return config.tool_call_parser
+
+
+def check_dialect(config: ServerConfig) -> None:
+    """ConfigError when there is no parser of the name that the operator says."""
+    if config.tool_call_parser != "auto":
+        parsers.resolve(config.tool_call_parser)
 
 
 def _routes(served: Served, store: ResponsesStore) -> list[Route]:

@@ -26,7 +26,7 @@ from tokenspeed.core.ipc import EngineInfo
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.observability.stacks import answer_stacks_signal
 from tokenspeed.observability.tracing import Tracer, open_tracer
-from tokenspeed.server.app import create_app, served_name
+from tokenspeed.server.app import check_dialect, create_app, served_name
 from tokenspeed.server.grpc_port import GrpcPort, gateways_served, with_events
 from tokenspeed.server.http import DRAIN_S, FLUSH_S, http_config, run
 from tokenspeed.server.responses_store import ResponsesStore, open_store
@@ -59,7 +59,8 @@ def serve(serving: Serving) -> int:
     Raises StartError: PortInUseError before anything is loaded, EngineEndedError when the engine dies and
     starting it again is no use.
     """
-    server = serving.server
+    server = serving.server.validate()
+    check_dialect(server)
     with contextlib.ExitStack() as stack:
         sock = stack.enter_context(contextlib.closing(bind(server.host, server.port)))
         grpc = None

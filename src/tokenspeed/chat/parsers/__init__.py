@@ -253,7 +253,7 @@ def _reasoning_openers() -> tuple[str, ...]:
 
 def _leaf(name: str) -> ModuleType:
     if name not in names():
-        raise ConfigError(f"no tool-call parser is called {name!r}; there are {', '.join(names())}")
+        raise ConfigError(f"--tool-call-parser {name}: there is no such parser; use auto, {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
 
 

@@ -30,7 +30,7 @@ OURS = frozenset({"reference", "portable", "cpu", "triton", "cuda"})
 plugin."""
 _COPIES_MAX = 32
 _COPIES_BYTES_MAX = 6 << 30
-_FLOOR_S_MAX = 0.3
+_FLOOR_S_MAX = 0.05
 """Sizes that this machine cannot do faster are left out."""
 _NUM_TIMES = 9
 _TIME_S_MIN = 2e-3

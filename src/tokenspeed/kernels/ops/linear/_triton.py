@@ -123,3 +123,50 @@ def few_rows(
             acc_NR += bias_N[:, None]
         at_NR = rows_R[None, :].to(tl.int64) * num_outputs + outputs_N[:, None]
         tl.store(out + at_NR, acc_NR, mask=(outputs_N < num_outputs)[:, None] & (rows_R < num_rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_outputs"])
+def one_row(
+    x,
+    weight,
+    bias,
+    out,
+    num_outputs,
+    weight_stride,
+    NUM_INPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVICT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N outputs of one row a program, by sums of products rather than tensor cores. The program's first weights
+    are on their way to registers before the kernel that makes x has ended."""
+    outputs_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inputs_D = tl.arange(0, BLOCK_D)
+    # Outputs past the end read the last one again: only what is stored needs a mask.
+    weight_N = weight + tl.minimum(outputs_N, num_outputs - 1).to(tl.int64) * weight_stride
+    mask_D = inputs_D < NUM_INPUTS
+    if NUM_INPUTS % BLOCK_D == 0:
+        first_ND = tl.load(weight_N[:, None] + inputs_D[None, :], eviction_policy=EVICT)
+    else:
+        first_ND = tl.load(weight_N[:, None] + inputs_D[None, :], mask=mask_D[None, :], other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x_D = tl.load(x + inputs_D, mask=mask_D, other=0.0).to(tl.float32)
+    acc_ND = first_ND.to(tl.float32) * x_D[None, :]
+    for start in tl.static_range(BLOCK_D, NUM_INPUTS, BLOCK_D):
+        places_D = start + inputs_D
+        mask_D = places_D < NUM_INPUTS
+        if NUM_INPUTS % BLOCK_D == 0:
+            weight_ND = tl.load(weight_N[:, None] + places_D[None, :], eviction_policy=EVICT)
+        else:
+            weight_ND = tl.load(weight_N[:, None] + places_D[None, :], mask=mask_D[None, :], other=0.0)
+        x_D = tl.load(x + places_D, mask=mask_D, other=0.0).to(tl.float32)
+        acc_ND += weight_ND.to(tl.float32) * x_D[None, :]
+    sum_N = tl.sum(acc_ND, 1)
+    mask_N = outputs_N < num_outputs
+    if HAS_BIAS:
+        sum_N += tl.load(bias + outputs_N, mask=mask_N, other=0.0).to(tl.float32)
+    tl.store(out + outputs_N, sum_N, mask=mask_N)

@@ -63,10 +63,10 @@ def step_sizes(max_num_seqs: int, max_num_tokens: int) -> tuple[StepSize, ...]:
 
 
 def _rising(most: int) -> list[int]:
-    """Powers of two to 64, then in steps of a quarter at the most."""
+    """In steps of a half at the most, from 128 on of a quarter, from 1024 on of an eighth."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
     while sizes[-1] < most:
-        sizes.append(sizes[-1] + max(32, 1 << (sizes[-1].bit_length() - 3)))
+        sizes.append(sizes[-1] + min(128, max(32, 1 << (sizes[-1].bit_length() - 3))))
     return [size for size in sizes if size <= most]
 
 

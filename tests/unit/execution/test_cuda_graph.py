@@ -73,7 +73,7 @@ def test_sizes_cover_what_may_come_and_waste_little() -> None:
         tokens = sorted({size.tokens for size in mixed})
         assert all(after <= 1.5 * before for before, after in itertools.pairwise(tokens[1:]))
         assert tokens[-1] <= min(max_num_tokens, 2048)
-        assert len(sizes) <= 60
+        assert len(sizes) <= 64
 
 
 def test_a_step_that_fits_no_size_is_left_to_others(tiny_path: Path, tools: Any) -> None:

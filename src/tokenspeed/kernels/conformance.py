@@ -18,7 +18,7 @@ class Case:
 
     mutated: indices of args that the op changes. scratch: of those whose numbers are unspecified afterwards. rows: the
     same call cut into single rows, each with the part of the result that it must equal bit for bit where a solution is
-    batch invariant.
+    batch invariant. features: what of the contract it needs by name; solutions without them are not asked.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Case:
     mutated: tuple[int, ...] = ()
     scratch: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

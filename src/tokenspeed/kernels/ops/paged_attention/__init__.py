@@ -14,6 +14,8 @@ score = scale * q . k, then soft_cap * tanh(score / soft_cap) when soft_cap is g
 sinks_H: (H,) float32, contiguous, or None: one more score of each head that every token of it attends, past scale,
 soft_cap and window, and that has no value: it only takes weight away. Solutions without it lack the feature "sinks".
 max_query_len: what the host knows query lengths to be at most, so that a launch needs no look at the device; None: T.
+k_pages and v_pages are of q's dtype, or float8_e4m3fn whose numbers count as they are; solutions without these lack the
+feature "fp8_pages".
 Nothing outside the attended positions is read into the result, so pages may hold NaN elsewhere.
 
 Returned: new (T, H, K) of q's dtype, contiguous. Rows with query_len 0 are skipped; tokens at or past
@@ -28,6 +30,9 @@ import torch
 
 SINKS = "sinks"
 """The feature that a solution needs where sinks_H is given."""
+
+FP8_PAGES = "fp8_pages"
+"""The feature that a solution needs where pages are float8_e4m3fn."""
 
 
 class PagedAttention(Protocol):

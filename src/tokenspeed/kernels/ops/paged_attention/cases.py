@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
+from tokenspeed.kernels.ops.paged_attention import FP8_PAGES
 
 TOLERANCE = {torch.float32: Tolerance(1e-4, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """rows: (query_len, seq_len). num_padding: query tokens that belong to no row."""
+    """rows: (query_len, seq_len). num_padding: query tokens that belong to no row. is_head_major: a head's part of a
+    page is one run of memory. is_fp8: pages are float8_e4m3fn. num_columns: of the block tables, at least."""
 
     rows: Sequence[tuple[int, int]]
     num_heads: int = 4
@@ -27,6 +29,9 @@ class _Shape:
     soft_cap: float | None = None
     num_padding: int = 0
     sinks: Sequence[float] | None = None
+    is_head_major: bool = False
+    is_fp8: bool = False
+    num_columns: int = 0
 
 
 _SHAPES: Mapping[str, _Shape] = {
@@ -47,6 +52,11 @@ _SHAPES: Mapping[str, _Shape] = {
     "sinks": _Shape(((1, 40), (20, 33), (1, 1)), sinks=(0.5, -2.0, 30.0, -200.0), num_padding=1),
     "long-sinks-window": _Shape(((1, 1100), (3, 40)), num_heads=2, num_kv_heads=1, window=700, sinks=(1.0, 6.0)),
     "large-blocks": _Shape(((1, 129), (2, 128)), block_size=128),
+    "head-major": _Shape(((1, 130), (70, 150), (1, 3)), head_dim=64, block_size=64, is_head_major=True),
+    "padded-rows": _Shape(((1, 40), (3, 3), (1, 1), (0, 0), (0, 1)), num_padding=4, num_columns=50),
+    "verify": _Shape(((2, 30), (3, 41), (4, 17), (5, 5), (1, 70)), num_heads=7, num_kv_heads=1),
+    "one-long-row": _Shape(((1, 3), (1, 997), (2, 5)), block_size=16, is_head_major=True, num_columns=200),
+    "fp8": _Shape(((1, 40), (20, 33)), is_fp8=True),
 }
 
 
@@ -116,9 +126,14 @@ def _case(name: str, shape: _Shape, dtype: torch.dtype) -> Case:
     }
     if shape.sinks is not None:
         keywords["sinks_H"] = torch.tensor(shape.sinks)
+    if shape.is_head_major:
+        k_pages, v_pages = (pages.transpose(1, 2).contiguous().transpose(1, 2) for pages in (k_pages, v_pages))
+    if shape.is_fp8:
+        k_pages, v_pages = k_pages.to(torch.float8_e4m3fn), v_pages.to(torch.float8_e4m3fn)
     args = (fused[:, : shape.num_heads], k_pages, v_pages)
     rows = [_row(args, keywords, row, token) for row in range(len(shape.rows)) for token in range(shape.rows[row][0])]
-    return Case(name, args, keywords, rows=tuple(rows[:: max(1, len(rows) // 24)]))
+    features = frozenset({FP8_PAGES} if shape.is_fp8 else ())
+    return Case(name, args, keywords, rows=tuple(rows[:: max(1, len(rows) // 24)]), features=features)
 
 
 def _row(args: tuple[torch.Tensor, ...], keywords: Mapping[str, object], row: int, token: int) -> Row:
@@ -145,7 +160,8 @@ def _pool(
     blocks = [-(-seq_len // shape.block_size) for _, seq_len in shape.rows]
     num_pages = sum(blocks) + 3
     order = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
-    tables_RB = torch.zeros(len(blocks), max(blocks, default=0) + 1, dtype=torch.int32)
+    tables_RB = torch.zeros(len(blocks), max(shape.num_columns, max(blocks, default=0) + 1), dtype=torch.int32)
+    tables_RB[:, max(blocks, default=0) + 1 :] = 2**31 - 1  # no row comes near: nobody may look there
     pool = torch.full((2, num_pages, shape.block_size, shape.num_kv_heads, shape.head_dim), float("nan"), dtype=dtype)
     for row, (query_len, seq_len) in enumerate(shape.rows):
         pages = [order.pop() for _ in range(blocks[row])]

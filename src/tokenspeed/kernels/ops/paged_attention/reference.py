@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed.kernels.ops.paged_attention import SINKS
+from tokenspeed.kernels.ops.paged_attention import FP8_PAGES, SINKS
 from tokenspeed.kernels.registry import Band, Ok, Solution
 
 
@@ -58,5 +58,9 @@ def _softmax(scores_HQS: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Te
 
 
 SOLUTION = Solution(
-    "reference", Band.REFERENCE, lambda _ctx: Ok(), lambda _ctx: paged_attention, features=frozenset({SINKS})
+    "reference",
+    Band.REFERENCE,
+    lambda _ctx: Ok(),
+    lambda _ctx: paged_attention,
+    features=frozenset({SINKS, FP8_PAGES}),
 )

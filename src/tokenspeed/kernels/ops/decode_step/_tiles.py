@@ -152,8 +152,10 @@ def _gemm_tile(part: str, num_outputs: int, num_inputs: int, sizes: StepSizes) -
 
 
 def _attend_tile(num_rows: int, sizes: StepSizes) -> AttendTile:
-    """As many programs as run at once, two to a processor."""
+    """As many programs as run at once, two to a processor, with up to three tiles of K and V of each on their way.
+    Triton gives half of the stages to loading page numbers, which K and V wait for."""
     tokens = 64 if sizes.head_dim * sizes.itemsize <= 256 else 32
+    buffers = min(3, max(1, 98304 // (2 * tokens * sizes.head_dim * sizes.itemsize)))
     splits = 2 * sizes.num_processors // (num_rows * sizes.num_kv_heads)
     splits = max(1, min(splits, 64, PROGRAMS_MAX // (num_rows * sizes.num_kv_heads)))
-    return AttendTile(tokens, splits, 3, 4, first=True)
+    return AttendTile(tokens, splits, 2 * buffers + 1, 4, first=True)

@@ -102,9 +102,7 @@ def row_dot(
 
 
 @triton.jit
-def first_tiles(
-    w_ptr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRELOAD: tl.constexpr, EVICT: tl.constexpr
-):
+def first_tiles(w_ptr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRELOAD: tl.constexpr, EVICT: tl.constexpr):
     """The first PRELOAD tiles; what is past them repeats the first."""
     w0 = weight_tile(w_ptr, 0, BN, K, BK, EVICT)
     w1, w2, w3 = w0, w0, w0
@@ -167,9 +165,7 @@ def gemv(
 
 
 @triton.jit
-def prefetch_rows(
-    w_ptr, BN: tl.constexpr, K: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr
-):
+def prefetch_rows(w_ptr, BN: tl.constexpr, K: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr):
     """Pull the first PREFETCH bytes of BN rows of 16-bit weights into L2."""
     PER_ROW: tl.constexpr = THREADS // BN
     CHUNK: tl.constexpr = PREFETCH // PER_ROW
@@ -275,9 +271,7 @@ def turned(
 
 
 @triton.jit
-def rotation(
-    table_ptr, position, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def rotation(table_ptr, position, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Of each dimension: the other one of its pair, the cosine, and the sine with its sign."""
     dims = tl.arange(0, HEAD_DIM)
     HALF: tl.constexpr = ROTARY_DIM // 2
@@ -332,9 +326,7 @@ def attend_tile(
 
 
 @triton.jit
-def merge(
-    parts_ptr, stats_ptr, out_ptr, used, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS_BLOCK: tl.constexpr
-):
+def merge(parts_ptr, stats_ptr, out_ptr, used, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS_BLOCK: tl.constexpr):
     """Join the parts of `used` splits; a few are joined for several heads at once, since a pass takes about 2 us."""
     if SPLITS_BLOCK <= 16:
         merge_heads(parts_ptr, stats_ptr, out_ptr, used, GROUP, HEAD_DIM, SPLITS_BLOCK, 4)

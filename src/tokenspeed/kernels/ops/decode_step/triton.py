@@ -81,9 +81,7 @@ class TritonStep:
             self._product(
                 tiles.gate_up, num_rows, self._h, layer.gate_up, layer.gate_up_bias, self._gated, num_sums=num_sums
             )
-            self._product(
-                tiles.down, num_rows, self._gated, layer.down, layer.down_bias, self._x, gain=next_gain
-            )
+            self._product(tiles.down, num_rows, self._gated, layer.down, layer.down_bias, self._x, gain=next_gain)
             num_sums = len(layer.down) // tiles.down.rows
         self._product(tiles.head, num_rows, self._h, model.head, None, logits_RV, num_sums=num_sums)
         return logits_RV
@@ -113,7 +111,12 @@ class TritonStep:
         after it, where outputs are the residual stream to add to. Gated where weight has twice as many rows."""
         model, is_glu = self._model, outputs is self._gated
         num_outputs, num_inputs = len(weight) // (2 if is_glu else 1), weight.shape[1]
-        norm, residual, has_bias, is_gelu = num_sums > 0, gain is not None, bias is not None, model.activation == GELU_TANH
+        norm, residual, has_bias, is_gelu = (
+            num_sums > 0,
+            gain is not None,
+            bias is not None,
+            model.activation == GELU_TANH,
+        )
         bias, gain = weight if bias is None else bias, weight if gain is None else gain
         pointers = (inputs, self._squares, weight, bias, outputs, gain, self._h, self._squares)
         sums = (num_sums, power_of_2(max(num_sums, 1)))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op decode_step on a CUDA device: every solution agrees with the reference, eagerly and from a graph whose rows
+have moved on since it was captured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from drawn_dense import SHAPES, Drawn, Shape, agreement, copied, poison_unseen, solution
+from tokenspeed.kernels.ops.decode_step import DecodeBatch
+from tokenspeed.kernels.ops.decode_step.reference import prepare as reference
+from tokenspeed.kernels.registry import Reason
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+WIDE = {
+    "wide": Shape(hidden_size=1024, ff_size=3072, vocab_size=4096, num_heads=16, num_kv_heads=4, head_dim=128,
+                  block_size=64, rotary_dim=128),
+    "biases-64": Shape(hidden_size=896, ff_size=4864, vocab_size=2048, num_heads=14, num_kv_heads=2, head_dim=64,
+                       rotary_dim=64, qk_norm=False, biases=True, tied=True),
+    "window-256": Shape(hidden_size=640, ff_size=2048, vocab_size=2048, num_heads=4, num_kv_heads=1, head_dim=256,
+                        rotary_dim=256, window=100, activation="gelu_tanh_mul", weight_offset=1.0, embed_scale=25.0),
+}  # fmt: skip
+POSITIONS = {
+    "start": [0],
+    "short": [70],
+    "long": [3001],
+    "rows": [0, 33, 1500, 64],
+    "full": [900 + 7 * i for i in range(16)],
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("shape", (SHAPES | WIDE).values(), ids=SHAPES | WIDE)
+def test_agrees_with_the_reference(shape: Shape, positions: list[int], dtype: torch.dtype) -> None:
+    drawn = Drawn(shape, dtype, "cuda")
+    agreement(solution("triton", "cuda", dtype), drawn, positions, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("start", [[5], [5, 300]], ids=["one-row", "two-rows"])
+def test_a_graph_serves_other_positions_than_those_it_was_captured_with(start: list[int]) -> None:
+    drawn = Drawn(WIDE["wide"], torch.bfloat16, "cuda")
+    model = drawn.model(150)
+    step = solution("triton", "cuda", torch.bfloat16)(model, 16)
+    assert not isinstance(step, Reason)
+    buffers = drawn.batch([2000] * len(start), 150)
+    show(buffers, drawn.batch(start, 150))
+    step(buffers)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits_RV = step(buffers)
+    for positions in ([1999, 3], [0, 1000], [64, 63], [1024, 1025]):
+        show(buffers, drawn.batch(positions[: len(start)], 150))
+        poison_unseen(model, buffers)
+        oracle = reference(copied(model, torch.float32), 16)
+        assert not isinstance(oracle, Reason)
+        logits_RV.fill_(float("nan"))
+        graph.replay()
+        expected_RV = oracle(buffers)
+        assert float((logits_RV - expected_RV).norm() / expected_RV.norm()) < TOLERANCE[torch.bfloat16], positions
+
+
+def show(buffers: DecodeBatch, batch: DecodeBatch) -> None:
+    """Write a batch into the buffers that a graph reads."""
+    for field in ("token_ids_R", "positions_R", "seq_lens_R"):
+        getattr(buffers, field).copy_(getattr(batch, field))
+    for ours, theirs in zip(buffers.block_tables, batch.block_tables, strict=True):
+        ours.zero_()
+        ours[:, : theirs.shape[1]] = theirs
+
+
+def test_padded_rows_leave_the_others_as_they_are() -> None:
+    drawn = Drawn(dataclasses.replace(WIDE["wide"], num_layers=1), torch.bfloat16, "cuda")
+    model, batch = drawn.model(60), drawn.batch([130, 40], 60)
+    step = solution("triton", "cuda", torch.bfloat16)(model, 16)
+    assert not isinstance(step, Reason)
+    pad = torch.zeros(2, dtype=torch.int64, device="cuda")
+    tables = tuple(torch.cat((table, torch.zeros_like(table))) for table in batch.block_tables)
+    padded = DecodeBatch(
+        torch.cat((batch.token_ids_R, pad)), torch.cat((batch.positions_R, pad)),
+        torch.cat((batch.seq_lens_R, pad.int())), tables,
+    )  # fmt: skip
+    torch.testing.assert_close(step(padded)[:2], step(batch), rtol=1e-3, atol=1e-3)

@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-5), torch.bfloat16: Tolerance(1.6
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     angles = torch.rand(5000, 1, generator=generator) * torch.linspace(0.1, 9.0, 32)
-    for num_tokens, num_heads, head_dim, rotary_dim in ((0, 2, 8, 8), (1, 1, 2, 2), (3, 4, 20, 12), (70, 9, 64, 64)):
+    for num_tokens, num_heads, head_dim, rotary_dim in ((0, 2, 8, 8), (1, 1, 2, 2), (3, 4, 20, 12), (20, 9, 64, 64)):
         half = rotary_dim // 2
         table_PR = torch.cat((angles[:, :half].cos(), angles[:, :half].sin()), dim=1)
         q_THK = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)

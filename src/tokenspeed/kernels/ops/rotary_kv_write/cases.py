@@ -17,16 +17,17 @@ _NUM_POSITIONS = 3000
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    plain = ((0, 2, 1, 8, 8), (1, 1, 1, 2, 2), (5, 10, 2, 20, 12), (17, 4, 1, 64, 64), (2, 5, 5, 48, None))
+    plain = ((0, 2, 1, 8, 8), (1, 1, 1, 2, 2), (3, 10, 2, 20, 12), (7, 4, 1, 64, 64), (2, 5, 5, 48, None))
     for sizes in plain:
         name = "x".join(str(size) for size in sizes)
         yield _case(name, sizes, dtype, generator)
-        yield _case(f"{name}-normed", sizes, dtype, generator, eps=1e-6)
+        if sizes[0] > 1:
+            yield _case(f"{name}-normed", sizes, dtype, generator, eps=1e-6)
     sizes = (3, 4, 2, 16, 16)
     yield _case("interleaved", sizes, dtype, generator, interleaved=True)
     yield _case("interleaved-part-offset", (3, 4, 2, 16, 6), dtype, generator, interleaved=True, eps=1e-5, offset=1.0)
     yield _case("heads-outside", sizes, dtype, generator, heads_outside=True, eps=1e-5, offset=1.0)
-    yield _case("padded", (4, 3, 1, 16, 16), dtype, generator, num_padded=3)
+    yield _case("padded", (3, 3, 1, 16, 16), dtype, generator, num_padded=2)
 
 
 def cost(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Cost:
@@ -73,7 +74,7 @@ def _case(
         keywords |= {**weights, "eps": eps, "weight_offset": offset}
     q_THK, k_TGK, v_TGK = qkv_TXK.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
     args = (q_THK, k_TGK, v_TGK, *pages)
-    rows = tuple(_row(args, keywords, index) for index in range(min(num_live, 3)))
+    rows = tuple(_row(args, keywords, index) for index in range(min(num_live, 2)))
     return Case(name, args, keywords, mutated=(3, 4), scratch=(0, 1), rows=rows)
 
 

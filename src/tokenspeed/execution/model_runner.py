@@ -292,7 +292,7 @@ class ModelRunner:
             return None  # it sums in another order than the layers do, which compute the steps that do more than decode
         prepare: Prepare = ctx.bind("decode_step")
         bound = ctx.bindings.pop("decode_step")
-        if not bound.traits.graph_safe or not isinstance(self._model, Decoder) or "dense" not in vars(Decoder):
+        if not bound.traits.graph_safe or not isinstance(self._model, Decoder):
             return None
         dense = self._model.dense(self._buffers.kv_layers)
         step = dense if isinstance(dense, str) else prepare(dense, DECODE_ROWS_MAX)

@@ -74,7 +74,7 @@ class GatedMLP(nn.Module):
         names: Names,
     ) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.activation = names, activation
         dealt = shards.rows(Group.DENSE, what=FEED_FORWARD)
         parts = {"gate": ff_size, "up": ff_size}
         self.gate_up = FusedLinear(ctx, hidden_size, parts, bias, dict.fromkeys(parts, dealt))

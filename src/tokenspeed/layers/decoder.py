@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tokenspeed.kernels.ops.decode_step import DenseLayer, DenseModel
+from tokenspeed.layers.activation import GatedMLP
 from tokenspeed.layers.attention import Attention, AttentionSpec, HeadNorms, KvSpec, from_heads, heads, kv_heads
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.embedding import Embedding, LmHead
-from tokenspeed.layers.forward_batch import ForwardBatch
+from tokenspeed.layers.forward_batch import ForwardBatch, KvLayer
 from tokenspeed.layers.linear import FusedLinear, Linear
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.rotary import RotaryEmbedding
@@ -233,6 +235,41 @@ class DecoderLayer(nn.Module):
         x = self.mlp.declare(graph, f"{name}.mlp", x)
         return _closed(graph, f"{name}.after_mlp", self.after_mlp, x), residual
 
+    def dense(self, kv_layers: Sequence[KvLayer]) -> DenseLayer | str:
+        """As Decoder.dense."""
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, SelfAttention) or not isinstance(mlp, GatedMLP):
+            return "a layer is more than attention of grouped heads and a gated feed-forward"
+        if self.before_attention is None or self.before_mlp is None or self.after_attention or self.after_mlp:
+            return "its norms stand elsewhere than before attention and feed-forward"
+        spec = attention.attention.spec
+        if spec.soft_cap is not None or attention.attention.sinks is not None:
+            return "its attention has a soft cap or sinks"
+        if attention.spec.qk_norm is QkNorm.WHOLE:
+            return "its queries and keys are normalised over all heads"
+        pages = kv_layers[attention.attention.layer_index]
+        rotary, q_norm, k_norm = attention.rotary, attention.q_norm, attention.k_norm
+        return DenseLayer(
+            norm_before_attention=self.before_attention.weight,
+            qkv=attention.qkv.weight,
+            qkv_bias=attention.qkv.bias,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            out=attention.out.weight,
+            out_bias=attention.out.bias,
+            norm_before_mlp=self.before_mlp.weight,
+            gate_up=mlp.gate_up.weight,
+            gate_up_bias=mlp.gate_up.bias,
+            down=mlp.down.weight,
+            down_bias=mlp.down.bias,
+            k_pages=pages.k,
+            v_pages=pages.v,
+            table_PR=None if rotary is None else rotary.table_PR,
+            interleaved=rotary is not None and rotary.interleaved,
+            group=pages.group,
+            window=spec.kv.window,
+        )
+
     def weight_slots(self) -> list[WeightEntry]:
         """Names relative to the layer."""
         names = self.names
@@ -275,6 +312,37 @@ class Decoder(nn.Module):
 
     def declare_head(self, graph: Graph, hidden: Value) -> Value:
         return graph.head("head", hidden, self.spec.vocab_size, run=self.head.run)
+
+    def dense(self, kv_layers: Sequence[KvLayer]) -> DenseModel | str:
+        """The model as the op decode_step takes it, on one rank; or why it cannot be said so, in words for a user."""
+        if self.spec.logit_soft_cap is not None:
+            return "its logits have a soft cap"
+        layers = []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            described = layer.dense(kv_layers)
+            if isinstance(described, str):
+                return described
+            layers.append(described)
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        assert isinstance(first.attention, SelfAttention)
+        assert isinstance(first.mlp, GatedMLP)
+        spec, norm = first.attention.attention.spec, self.spec.norm
+        return DenseModel(
+            embed=self.embed.weight,
+            embed_scale=self.embed.scale,
+            layers=tuple(layers),
+            norm=self.norm.weight,
+            head=self.head.weight,
+            eps=norm.eps,
+            weight_offset=norm.weight_offset,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.kv.num_kv_heads,
+            head_dim=spec.kv.head_dim,
+            scale=spec.scale,
+            activation=first.mlp.activation,
+        )
 
     def weight_map(self) -> WeightMap:
         names = self.names

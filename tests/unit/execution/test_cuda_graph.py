@@ -14,22 +14,44 @@ import pytest
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution.cuda_graph import StepGraphs, StepSize, step_sizes
 from tokenspeed.execution.model_runner import ModelRunner
+from tokenspeed.kernels.ops.decode_step import DenseModel
+from tokenspeed.kernels.ops.decode_step.reference import prepare
+from tokenspeed.kernels.registry import Reason
+from tokenspeed.layers.decoder import Decoder
 
 NewLoop = Callable[..., Any]
 GREEDY = {"temperature": 0.0}
 DRAWN = {"temperature": 0.9, "top_p": 0.9, "top_k": 40}
 
 
-def prepared(runner: ModelRunner, max_num_seqs: int, max_num_tokens: int, *, samples: bool) -> StepGraphs:
-    sampler = runner._sampling._sampler
+def prepared(
+    runner: ModelRunner, max_num_seqs: int, max_num_tokens: int, *, samples: bool, whole_steps: bool = False
+) -> StepGraphs:
+    """whole_steps: a small decode step is one op, the reference of decode_step."""
+    sampler, decode_step = runner._sampling._sampler, None
     sizes = step_sizes(max_num_seqs, max_num_tokens)
-    graphs = StepGraphs(runner._forward, runner._buffers, sampler._sample, sizes, captures=False, samples=samples)
+    if whole_steps:
+        assert isinstance(runner._model, Decoder)
+        dense = runner._model.dense(runner._buffers.kv_layers)
+        assert isinstance(dense, DenseModel), dense
+        step = prepare(dense, 16)
+        assert not isinstance(step, Reason), step
+        decode_step = step
+    graphs = StepGraphs(
+        runner._forward,
+        runner._buffers,
+        sampler._sample,
+        sizes,
+        captures=False,
+        samples=samples,
+        decode_step=decode_step,
+    )
     runner._on_thread(lambda: graphs.prepare(None))
     return graphs
 
 
-@pytest.mark.parametrize("samples", [True, False])
-def test_padded_steps_change_no_token(new_loop: NewLoop, tools: Any, samples: bool) -> None:
+@pytest.mark.parametrize(("samples", "whole_steps"), [(True, False), (False, False), (True, True)])
+def test_padded_steps_change_no_token(new_loop: NewLoop, tools: Any, samples: bool, whole_steps: bool) -> None:
     generator = np.random.default_rng(5)
     kinds = (GREEDY, DRAWN, {**DRAWN, "presence_penalty": 0.5}, GREEDY, {"temperature": 1.2}, GREEDY)
     wishes = [
@@ -45,7 +67,11 @@ def test_padded_steps_change_no_token(new_loop: NewLoop, tools: Any, samples: bo
     for options in ({}, {"max_num_seqs": 3, "max_num_batched_tokens": 37}, {"overlap_depth": 0}, {"kv_tokens": 200}):
         loop = new_loop(**options)
         graphs = prepared(
-            loop.runner, options.get("max_num_seqs", 8), options.get("max_num_batched_tokens", 512), samples=samples
+            loop.runner,
+            options.get("max_num_seqs", 8),
+            options.get("max_num_batched_tokens", 512),
+            samples=samples,
+            whole_steps=whole_steps,
         )
         loop.runner._graphs = graphs
         launched: list[StepSize] = []

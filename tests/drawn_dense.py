@@ -69,7 +69,7 @@ class Drawn:
         hidden, ff = shape.hidden_size, shape.ff_size
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         gain = 1.0 - shape.weight_offset
-        angles = torch.rand(512, max(shape.rotary_dim // 2, 1), generator=self.generator) * 6
+        angles = torch.rand(4096, max(shape.rotary_dim // 2, 1), generator=self.generator) * 6
         table = torch.cat((angles.cos(), angles.sin()), dim=1).to(self.device)
 
         def bias(size: int) -> torch.Tensor | None:

@@ -4,8 +4,8 @@
 Knows the shapes of pre-norm decoders with grouped-query attention and a gated feed-forward. Knows no model family, no
 checkpoint and no sampling.
 
-D hidden size, H query heads, G K/V heads, K head dimension, N = (H + 2 G) K, F feed-forward size, V vocabulary, P pages,
-R rows, B table columns. All weights are contiguous and of one dtype, that of activations.
+D hidden size, H query heads, G K/V heads, K head dimension, N = (H + 2 G) K, F feed-forward size, V vocabulary, P
+pages, R rows, B table columns. All weights are contiguous and of one dtype, that of activations.
 
 `prepare(model, max_rows) -> DecodeStep | Reason`, `DecodeStep(batch) -> logits_RV`, of R ≤ max_rows rows, each with one
 new token:

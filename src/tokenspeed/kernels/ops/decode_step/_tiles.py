@@ -86,20 +86,20 @@ class StepSizes:
 
 _EVICT = "evict_first"
 
-# One H200, bf16.
+# Measured on one H200, bf16.
 _GEMV = {
     ("qkv", 6144, 4096): GemvTile(4, 1024, 4, 4, early=False),
-    ("out", 4096, 4096): GemvTile(8, 2048, 2, 8),
-    ("gate_up", 12288, 4096): GemvTile(2, 4096, 1, 8),
-    ("down", 4096, 12288): GemvTile(4, 2048, 4, 8, _EVICT),
-    ("head", 151936, 4096): GemvTile(4, 4096, 1, 8, _EVICT),
+    ("out", 4096, 4096): GemvTile(8, 1024, 2, 4),
+    ("gate_up", 12288, 4096): GemvTile(2, 4096, 1, 8, _EVICT),
+    ("down", 4096, 12288): GemvTile(4, 1024, 4, 4, _EVICT),
+    ("head", 151936, 4096): GemvTile(4, 2048, 2, 4, _EVICT),
 }
 _GEMM = {
-    ("qkv", 6144, 4096): GemmTile(32, 256, 1, 4, 1024, 4),
-    ("out", 4096, 4096): GemmTile(32, 256, 1, 4, 1024, 4),
+    ("qkv", 6144, 4096): GemmTile(64, 256, 1, 4, 1024, 4),
+    ("out", 4096, 4096): GemmTile(64, 128, 2, 6, 1024, 4),
     ("gate_up", 12288, 4096): GemmTile(64, 128, 1, 4, 512, 4),
-    ("down", 4096, 12288): GemmTile(32, 256, 1, 5, 2048, 4),
-    ("head", 151936, 4096): GemmTile(64, 128, 1, 5, 512, 4),
+    ("down", 4096, 12288): GemmTile(64, 256, 2, 4, 1024, 4),
+    ("head", 151936, 4096): GemmTile(128, 128, 1, 4, 256, 8),
 }
 
 
@@ -157,5 +157,7 @@ def _attend_tile(num_rows: int, sizes: StepSizes) -> AttendTile:
     tokens = 64 if sizes.head_dim * sizes.itemsize <= 256 else 32
     buffers = min(3, max(1, 98304 // (2 * tokens * sizes.head_dim * sizes.itemsize)))
     splits = 2 * sizes.num_processors // (num_rows * sizes.num_kv_heads)
-    splits = max(1, min(splits, 64, PROGRAMS_MAX // (num_rows * sizes.num_kv_heads)))
+    splits = max(1, min(splits, 32, PROGRAMS_MAX // (num_rows * sizes.num_kv_heads)))
+    if num_rows == 1:
+        buffers = min(buffers, 2)
     return AttendTile(tokens, splits, 2 * buffers + 1, 4, first=True)

@@ -47,8 +47,8 @@ def _feed_forward(model: DenseModel, layer: DenseLayer, x_RD: torch.Tensor) -> t
 
 def _attention(model: DenseModel, layer: DenseLayer, x_RD: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
     num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
-    heads = _linear(x_RD, layer.qkv, layer.qkv_bias).unflatten(1, (num_heads + 2 * num_kv_heads, model.head_dim))
-    q_RHK, k_RGK, v_RGK = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    heads = _linear(x_RD, layer.qkv, layer.qkv_bias).view(len(x_RD), num_heads + 2 * num_kv_heads, model.head_dim)
+    q_RHK, k_RGK, v_RGK = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q_RHK, k_RGK = _norm(model, q_RHK, layer.q_norm), _norm(model, k_RGK, layer.k_norm)
     if layer.table_PR is not None:

@@ -32,6 +32,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     slots_T = torch.tensor([8, 39, 17, 9, 30, 25])
     arguments = (kv_TX[..., :17], kv_TX[..., 17:], pages[..., :17], pages[..., 17:], slots_T)
     yield Case("parts-of-a-latent", arguments, mutated=(2, 3))
+    apart = (kv_TX[..., :17].contiguous(), *arguments[1:])
+    yield Case("parts-from-two-places", apart, mutated=(2, 3))
 
 
 def cost(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Cost:

@@ -4,6 +4,7 @@ pages with the block or the head outside."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -27,6 +28,10 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield _case("interleaved", sizes, dtype, generator, interleaved=True)
     yield _case("interleaved-part-offset", (3, 4, 2, 16, 6), dtype, generator, interleaved=True, eps=1e-5, offset=1.0)
     yield _case("heads-outside", sizes, dtype, generator, heads_outside=True, eps=1e-5, offset=1.0)
+    apart = _case("apart", sizes, dtype, generator)
+    q_THK, k_TGK, *others = apart.args
+    assert isinstance(q_THK, torch.Tensor) and isinstance(k_TGK, torch.Tensor)
+    yield dataclasses.replace(apart, args=(q_THK.contiguous(), k_TGK.contiguous(), *others), rows=())
     yield _case("padded", (3, 3, 1, 16, 16), dtype, generator, num_padded=2)
 
 

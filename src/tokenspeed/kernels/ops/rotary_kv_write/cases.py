@@ -30,7 +30,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield _case("heads-outside", sizes, dtype, generator, heads_outside=True, eps=1e-5, offset=1.0)
     apart = _case("apart", sizes, dtype, generator)
     q_THK, k_TGK, *others = apart.args
-    assert isinstance(q_THK, torch.Tensor) and isinstance(k_TGK, torch.Tensor)
+    assert isinstance(q_THK, torch.Tensor)
+    assert isinstance(k_TGK, torch.Tensor)
     yield dataclasses.replace(apart, args=(q_THK.contiguous(), k_TGK.contiguous(), *others), rows=())
     yield _case("padded", (3, 3, 1, 16, 16), dtype, generator, num_padded=2)
 

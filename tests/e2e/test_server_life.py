@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import socket
 import subprocess
@@ -114,6 +115,23 @@ def test_requests_are_logged_in_one_line(server: Any) -> None:
     line = next(line for line in server.log.splitlines() if response.json()["id"] in line)
     for words in ("prompt ", "cached ", "generated 16", "ttft 0.", "tok/s", "finish stop"):
         assert words in line
+
+
+def test_a_request_that_is_dropped_is_logged_with_what_is_known_of_it(start_server: Any, tmp_path: Path) -> None:
+    """While its prompt is computed, and while it waits; alone, and one of several prompts."""
+    folder = write_scripted_model(tmp_path / "model", [("", LONG_REPLY)], step_s=0.05)
+    flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--kv-tokens", "32768")
+    server = start_server(str(folder), "--load-format", "scripted", *flags)
+    with server.asking({"prompt": "y" * 6000, "max_tokens": 9}, "/v1/completions"):
+        server.wait_for("num_requests_running", 1.0)
+        with server.asking({"prompt": ["z" * 100, "z" * 200], "max_tokens": 9}, "/v1/completions"):
+            server.wait_for("num_requests_waiting", 2.0)
+            time.sleep(0.3)
+        server.wait_for("num_requests_waiting", 0.0)
+    server.wait_until_idle(5.0)
+    waited, computed = (line for line in server.log.splitlines() if "finish abort" in line)
+    assert re.search(r" prompt 300 cached 0 generated 0 queue 0\.[3-9]\d\d s ttft - ", waited), waited
+    assert re.search(r" prompt 6000 cached 0 generated 0 queue 0\.0\d\d s ttft - ", computed), computed
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -148,8 +148,8 @@ class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     token_ids: newly accepted ids, an end token included when it ended the sequence.
     logprobs: one entry for each of token_ids when asked for. prompt_logprobs: once, on the first update;
-    its first entry is None (nothing precedes the first token). end_token_id: the id that ended it. queue_s: once, on
-    the first update with tokens: seconds from the engine's receipt to the first step that the sequence was part of.
+    its first entry is None (nothing precedes the first token). end_token_id: the id that ended it. queue_s: once,
+    and nothing with it, when the first step begins that the sequence is part of: seconds since the engine's receipt.
     """
 
     request_id: str

@@ -49,8 +49,7 @@ class Record:
         self.max_tokens = request.sampling.max_tokens
         self.ending = False
         self._received_s = time.monotonic()
-        self._queue_s: float | None = None
-        self._has_told_queue = False
+        self._has_started = False
         self._generated = array("i")
         self._logprobs: list[TokenLogprobs] = []
         self._is_plain = False  # after the first tokens, which come with more, if log-probabilities are not asked for
@@ -59,8 +58,6 @@ class Record:
 
     def seating(self, seat: int) -> Seating:
         """What execution must know when the request takes a seat, after a preemption too."""
-        if self._queue_s is None:
-            self._queue_s = time.monotonic() - self._received_s
         generated = np.frombuffer(self._generated.tobytes(), np.int32)
         forced = self.request.forced_token_ids
         return Seating(
@@ -72,6 +69,13 @@ class Record:
             prompt_len=len(self.prompt),
             forced_token_ids=None if forced is None else np.frombuffer(forced, np.int32),
         )
+
+    def started(self) -> SequenceUpdate | None:
+        """What the API process is told when the first step of the request begins; None of a later seat."""
+        if self._has_started:
+            return None
+        self._has_started = True
+        return SequenceUpdate(request_id=self.request.request_id, queue_s=time.monotonic() - self._received_s)
 
     def note_logprobs(self, logprobs: Sequence[TokenLogprobs] | None, prompt_logprobs: PromptLogprobs | None) -> None:
         """Keep a row's log-probabilities until the events say which of its tokens count."""
@@ -105,7 +109,6 @@ class Record:
             finish_reason=_REASONS[code],
             end_token_id=token_ids[-1] if ended_by_token else None,
             error=self._error(code),
-            queue_s=self._take_queue_s() if token_ids else None,
         )
 
     def _error(self, code: FinishCode) -> str | None:
@@ -117,13 +120,6 @@ class Record:
                 return f"the request's time limit of {self.request.timeout_s:g} s passed"
             case _:
                 return None
-
-    def _take_queue_s(self) -> float | None:
-        """Once, with the first token."""
-        if self._has_told_queue:
-            return None
-        self._has_told_queue = True
-        return self._queue_s
 
     def _unknown_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         if self.request.sampling.prompt_logprobs is None:

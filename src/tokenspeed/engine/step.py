@@ -203,6 +203,7 @@ class EngineLoop:
         updates = self._apply()
         plan = self._control.next_plan()
         if plan is not None:
+            updates += self._started(plan)
             self._in_flight.append(self._launch(plan))
         collects = bool(self._in_flight) and (plan is None or len(self._in_flight) > self._overlap_depth)
         if collects:
@@ -312,6 +313,11 @@ class EngineLoop:
         leases = leases_of(plan)
         self._leases.update(leases)
         return _InFlight(plan.step_id, keys, leases, handle)
+
+    def _started(self, plan: StepPlan) -> list[SequenceUpdate]:
+        """News of the requests whose first step this is."""
+        keys = [RequestKey(int(index), int(gen)) for _, index, gen in plan.seated]
+        return [update for key in keys if (update := self._book.get(key).started()) is not None]
 
     def _seat(self, seat: int, key: RequestKey) -> Seating:
         self._seats[seat] = key

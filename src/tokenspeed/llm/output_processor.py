@@ -203,10 +203,24 @@ class RequestStream:
         self._waiting: asyncio.Future[None] | None = None
         self._ended = False
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._request.prompt_token_ids)
+
+    @property
+    def times(self) -> RequestTimes:
+        """What has happened so far."""
+        if self._times is None:
+            self._times = RequestTimes(self._arrived, self._first_token, self._finished, self._started)
+        return self._times
+
     def push(self, update: SequenceUpdate) -> None:
         """Take one update of one of the sequences."""
-        if self._started is None and update.queue_s is not None:
-            self._started, self._times = self._arrived + update.queue_s, None
+        if update.queue_s is not None:  # no news to the consumer
+            if self._started is None:
+                self._started, self._times = self._arrived + update.queue_s, None
+            return
         if update.request_id == self._first_id:
             self._cached_len = max(self._cached_len, update.cached_len)
             if update.prompt_logprobs is not None:
@@ -302,8 +316,6 @@ class RequestStream:
         outputs = tuple([output for each in self._sequences.values() if (output := each.take()) is not None])
         if not outputs:
             return None
-        if self._times is None:
-            self._times = RequestTimes(self._arrived, self._first_token, self._finished, self._started)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return RequestOutput(
             self.request_id,
@@ -311,6 +323,6 @@ class RequestStream:
             outputs,
             self._cached_len,
             self._finished is not None,
-            self._times,
+            self.times,
             prompt_logprobs,
         )

@@ -155,9 +155,8 @@ async def pieces(served: Served, job: Job, tally: Tally, lane: TextLane | None =
     watch = _Watch(served, job, tally)
     try:
         if job.num_prompts == 1:
-            stream = await served.llm.submit(
-                job.prompts[0], job.params, request_id=job.request_id, priority=job.priority, retain=job.retain
-            )
+            stream = await _submitted(served, job, 0, job.request_id)
+            watch.queued(0, stream)
             async with aclosing(stream):
                 async for output in stream:
                     watch.saw(0, output)
@@ -165,7 +164,8 @@ async def pieces(served: Served, job: Job, tally: Tally, lane: TextLane | None =
                         lane.open(stream, watch)
                     yield _piece(job, 0, output)
         else:
-            async with aclosing(merged(_sources(served, job))) as outputs:
+            each = [_outputs(served, job, index, watch) for index in range(job.num_prompts)]
+            async with aclosing(merged(each)) as outputs:
                 async for prompt_index, output in outputs:
                     watch.saw(prompt_index, output)
                     yield _piece(job, prompt_index, output)
@@ -201,13 +201,20 @@ def finish_text(reason: FinishReason) -> str:
     return "abort" if reason is FinishReason.CANCELLED else reason.value
 
 
-def _sources(served: Served, job: Job) -> list[AsyncGenerator[RequestOutput, None]]:
-    return [
-        served.llm.generate(
-            prompt, job.params, request_id=f"{job.request_id}-{index}", priority=job.priority, retain=job.retain
-        )
-        for index, prompt in enumerate(job.prompts)
-    ]
+async def _submitted(served: Served, job: Job, index: int, request_id: str) -> OutputStream:
+    """The outputs of one of the prompts, queued under that id."""
+    return await served.llm.submit(
+        job.prompts[index], job.params, request_id=request_id, priority=job.priority, retain=job.retain
+    )
+
+
+async def _outputs(served: Served, job: Job, index: int, watch: _Watch) -> AsyncGenerator[RequestOutput, None]:
+    """The same of one of several prompts, which is queued when it is first asked for."""
+    stream = await _submitted(served, job, index, f"{job.request_id}-{index}")
+    watch.queued(index, stream)
+    async with aclosing(stream):
+        async for output in stream:
+            yield output
 
 
 def _piece(job: Job, prompt_index: int, output: RequestOutput) -> Piece:
@@ -229,10 +236,15 @@ class _Watch:
         self._first_token_s: float | None = None
         self._last_token_s: dict[int, float] = {}
         self._was_refused = False
-        self._times: RequestTimes | None = None
+        self._streams: dict[int, OutputStream] = {}
+        self._first = 0
         served.metrics.observe_start(job.params.n, job.params.max_tokens)
         if self._session is not None:
             self._sessions.began(self._session)
+
+    def queued(self, prompt_index: int, stream: OutputStream) -> None:
+        """A prompt is encoded and waits for the engine."""
+        self._streams[prompt_index] = stream
 
     def saw(self, prompt_index: int, output: RequestOutput) -> None:
         """New tokens of a prompt."""
@@ -245,7 +257,7 @@ class _Watch:
                 tally.finished[choice] = finish_text(completion.finish_reason)
             now = self.saw_tokens(choice, completion.num_tokens)
             if now is not None and self._first_token_s is None:
-                self._first_token_s, self._times = now, output.times
+                self._first_token_s, self._first = now, prompt_index
                 self._metrics.observe_first_token(now - self._arrived_s)
                 if self._session is not None:
                     self._sessions.answering(self._session, len(output.prompt_token_ids))
@@ -285,12 +297,13 @@ class _Watch:
 
     def _summary(self) -> RequestSummary:
         now, job, tally = time.monotonic(), self._job, self._tally
-        first, last, times = self._first_token_s, max(self._last_token_s.values(), default=None), self._times
+        first, last, times = self._first_token_s, max(self._last_token_s.values(), default=None), self._times()
         started = None if times is None else times.started
+        num_prompt = {index: stream.num_prompt_tokens for index, stream in self._streams.items()}
         ends = {**tally.finished, **tally.said}
         return RequestSummary(
             request_id=job.request_id,
-            num_prompt=sum(tally.num_prompt.values()),
+            num_prompt=sum(num_prompt.values()),
             num_cached=sum(tally.num_cached.values()),
             num_generated=sum(tally.num_generated.values()),
             ttft_s=None if first is None else first - self._arrived_s,
@@ -298,9 +311,14 @@ class _Watch:
             total_s=now - self._arrived_s,
             finish_reasons=tuple(ends.get(choice, "abort") for choice in range(job.num_choices)),
             tokenise_s=None if times is None else times.arrived - self._arrived_s,
-            queue_s=None if times is None or started is None else started - times.arrived,
+            queue_s=None if times is None else (now if started is None else started) - times.arrived,
             prefill_s=None if first is None or started is None else first - started,
             session=job.origin.session,
             prefix=job.origin.prefix,
             parse_s=tally.parse_s,
         )
+
+    def _times(self) -> RequestTimes | None:
+        """Those of the prompt that spoke first; while none has, of the one that was queued first."""
+        known = self._streams.get(self._first) or next(iter(self._streams.values()), None)
+        return None if known is None else known.times

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from tokenspeed.core.config import EngineConfig, ServerConfig
 from tokenspeed.core.ipc import CacheChanges, EngineInfo, EngineStats
 from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.llm.input_processor import Prompt, TextCodec
-from tokenspeed.llm.outputs import RequestOutput
+from tokenspeed.llm.outputs import RequestOutput, RequestTimes
 from tokenspeed.observability.metrics import Metrics
 from tokenspeed.observability.tracing import Tracer
 from tokenspeed.server.session_book import SessionBook
@@ -42,7 +42,13 @@ class PromptEncoder(Protocol):
 
 
 class OutputStream(Protocol):
-    """Outputs as they come; closing it cancels the request."""
+    """Outputs as they come; closing it cancels the request. times: what has happened so far."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def times(self) -> RequestTimes: ...
 
     def __aiter__(self) -> OutputStream: ...
 
@@ -103,19 +109,7 @@ class ServedLLM(Protocol):
         priority: int = 0,
         retain: Retention | None = None,
     ) -> OutputStream:
-        """As `generate`, of a request that is checked and queued already."""
-        ...
-
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        retain: Retention | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come; closing the generator cancels the request."""
+        """A request that is checked and queued."""
         ...
 
     def watch_cache(self, on_changes: Callable[[CacheChanges | None], None] | None) -> None:

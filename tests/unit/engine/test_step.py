@@ -178,7 +178,7 @@ def test_logprobs_travel_beside_their_tokens() -> None:
 
 def test_prompt_logprobs_come_once_and_whole() -> None:
     updates = Harness([request("a", "xyz", prompt_logprobs=0)]).settle().of("a")
-    first, *rest = updates
+    _, first, *rest = updates
     assert first.prompt_logprobs is not None and first.prompt_logprobs[0] is None
     assert [entry.token_id for entry in first.prompt_logprobs[1:] if entry] == [*b"yz"]
     assert all(update.prompt_logprobs is None for update in rest)
@@ -210,7 +210,7 @@ def test_idle_waits_and_reports() -> None:
 def test_one_message_a_step() -> None:
     harness = Harness([request("a"), request("b"), request("c")]).settle()
     sent = [updates_of(message) for message in harness.messages.sent if isinstance(message, Updates)]
-    assert [len(updates) for updates in sent if updates] == [3, 3, 3, 3]
+    assert [len(updates) for updates in sent if updates] == [3, 3, 3, 3, 3], "and one when the first step begins"
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -345,11 +345,12 @@ def test_a_late_transfer_is_looked_for_and_never_slept_over() -> None:
     assert harness.messages.waits == [0.0, 0.0, 0.001, 0.0, 0.0]
 
 
-def test_a_sequence_tells_once_how_long_it_waited_for_its_first_step() -> None:
+def test_a_sequence_tells_once_and_before_its_first_token_how_long_it_waited() -> None:
     harness = Harness([request("a", max_tokens=3), request("b", max_tokens=3)], num_seats=1).settle()
     waits = {name: [update.queue_s for update in harness.of(name)] for name in "ab"}
-    for told in waits.values():
-        assert [wait is None for wait in told] == [False, True, True], told
+    for name, told in waits.items():
+        assert [wait is None for wait in told] == [False, True, True, True], told
+        assert not harness.of(name)[0].token_ids, "it is told when the step begins, not when it ends"
     assert 0.0 <= waits["a"][0] < waits["b"][0], "b waited until a was done"  # type: ignore[operator]
 
 
@@ -371,8 +372,8 @@ def test_further_tokens_go_by_handle_and_all_else_by_name() -> None:
     assert [unpack_ids(message.handles) for message in by_handle] == [[handle_of("a")]]
     assert unpack_ids(by_handle[0].token_ids) == [ord("b")]
     named = [(update.request_id, update.token_ids) for message in sent for update in message.updates]
-    assert [ids for name, ids in named if name == "a"] == [(ord("a"),), (ord("c"),)], "the first, and the end"
-    assert len([ids for name, ids in named if name == "b"]) == 3, "log-probabilities are more than tokens"
+    assert [ids for name, ids in named if name == "a"] == [(), (ord("a"),), (ord("c"),)], "the first, and the end"
+    assert len([ids for name, ids in named if name == "b" and ids]) == 3, "log-probabilities are more than tokens"
 
 
 def test_a_cached_length_that_changes_is_told() -> None:

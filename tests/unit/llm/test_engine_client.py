@@ -71,8 +71,8 @@ def test_handshake_progress_and_dispatch() -> None:
         for name, sink in sinks.items():
             client.submit(request(name), sink)
         for name, sink in sinks.items():
-            await sink.until(4)
-            assert [update.request_id for update in sink.updates] == [name] * 4
+            await sink.until(5)
+            assert [update.request_id for update in sink.updates] == [name] * 5
         assert client.num_live == 0
         await client.stop()
         await client.stop()
@@ -157,8 +157,8 @@ def test_a_sink_that_breaks_harms_no_other(caplog: pytest.LogCaptureFixture) -> 
         broken, good = Sink(breaks=True), Sink()
         client.submit(request("broken", 1_000_000), broken)
         client.submit(request("good"), good)
-        await good.until(4)
-        assert isinstance(broken.error, TokenSpeedError) and len(good.updates) == 4
+        await good.until(5)
+        assert isinstance(broken.error, TokenSpeedError) and len(good.updates) == 5
         while client.stats.num_running:
             await asyncio.sleep(0.01)
         await client.stop()

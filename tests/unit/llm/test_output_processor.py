@@ -253,12 +253,18 @@ def test_a_dead_engine_is_told_after_what_came() -> None:
 
 def test_times_say_when_the_first_step_began() -> None:
     harness = Harness(SamplingParams())
-    harness.stream.push(SequenceUpdate(request_id=harness.ids[0], token_ids=(97,), queue_s=0.25))
+    assert harness.stream.times.started is None
+    harness.stream.push(SequenceUpdate(request_id=harness.ids[0], queue_s=0.25))
+    times = harness.stream.times
+    assert times.started == times.arrived + 0.25, "known while there are no tokens"
+    assert times.first_token is None
+    harness.stream.push(SequenceUpdate(request_id=harness.ids[0], queue_s=9.0))
     harness.stream.push(
-        SequenceUpdate(request_id=harness.ids[0], token_ids=(98,), finish_reason=FinishReason.LENGTH, queue_s=9.0)
+        SequenceUpdate(request_id=harness.ids[0], token_ids=(97, 98), finish_reason=FinishReason.LENGTH)
     )
     (output,) = drain(harness.stream)
     assert output.times.started == output.times.arrived + 0.25
+    assert output.outputs[0].token_ids == (97, 98), "the beginning is no output of its own"
 
 
 @pytest.mark.parametrize("seed", range(20))

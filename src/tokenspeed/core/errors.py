@@ -72,18 +72,24 @@ class InvalidRequestError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt does not fit the context window."""
+    """The prompt does not fit the context window. can_grow: that is less than the model is made for."""
 
     code = "context_length_exceeded"
 
     def __init__(
-        self, num_prompt_tokens: int, max_model_len: int, param: str = "messages", *, is_lower_bound: bool = False
+        self,
+        num_prompt_tokens: int,
+        max_model_len: int,
+        param: str = "messages",
+        *,
+        is_lower_bound: bool = False,
+        can_grow: bool = False,
     ) -> None:
+        longer = " or start the server with a longer context (--max-model-len)" if can_grow else ""
         at_least = "at least " if is_lower_bound else ""
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens, of which one must be left for the answer, "
-            f"but the prompt has {at_least}{num_prompt_tokens} tokens; shorten the prompt or start the server with a "
-            "longer context.",
+            f"but the prompt has {at_least}{num_prompt_tokens} tokens; shorten the prompt{longer}.",
             param,
         )
         self.num_prompt_tokens = num_prompt_tokens

@@ -218,7 +218,8 @@ class InputProcessor:
         of a bearable size is encoded all the same, so that the refusal has its exact count."""
         num_tokens_min = len(text) // self._token_chars_max
         if len(text) > EXACT_CHARS_MAX and num_tokens_min >= self._info.max_model_len:
-            raise ContextLengthError(num_tokens_min, self._info.max_model_len, param, is_lower_bound=True)
+            window, can_grow = self._info.max_model_len, self._can_grow()
+            raise ContextLengthError(num_tokens_min, window, param, is_lower_bound=True, can_grow=can_grow)
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:
         vocab_size = self._info.vocab_size
@@ -240,7 +241,7 @@ class InputProcessor:
             pool = self._info.num_kv_blocks * self._info.block_size
             if window < self._own_window() and prompt_len + 1 > pool:
                 raise CapacityExceededError(prompt_len + 1, pool, param)
-            raise ContextLengthError(prompt_len, window, param)
+            raise ContextLengthError(prompt_len, window, param, can_grow=self._can_grow())
         room = window - prompt_len
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens))
@@ -252,6 +253,11 @@ class InputProcessor:
         if asked is not None:
             return asked
         return own if isinstance(own, int) else self._info.max_model_len
+
+    def _can_grow(self) -> bool:
+        """Whether the window is smaller than the model's own."""
+        own = self._source.config.get("max_position_embeddings")
+        return isinstance(own, int) and self._info.max_model_len < own
 
     def _forced_ids(self, prompt_ids: Sequence[int]) -> list[int] | None:
         """What a scripted model will say to this prompt; None for a real model."""

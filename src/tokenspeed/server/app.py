@@ -461,13 +461,15 @@ def _json(answer: msgspec.Struct, headers: dict[str, str] | None = None) -> Resp
 async def _http_exception(request: Request, error: Exception) -> Response:
     """What the router itself refuses, in the shape of every other error."""
     assert isinstance(error, HTTPException), error
-    path = request.url.path
-    message = f"{request.method} {path} is not available: no such path" if error.status_code == 404 else (
-        f"{request.method} {path} is not available: {error.detail}"
-    )  # fmt: skip
-    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    path, headers = request.url.path, dict(error.headers or {})
+    code, what = "not_found", "no such path"
+    if error.status_code == 405:
+        matching = [route for route in request.app.routes if route.path_regex.match(path)]
+        headers["Allow"] = ", ".join(sorted({method for route in matching for method in route.methods}))
+        code, what = "method_not_allowed", f"use {headers['Allow'].replace(', ', ' or ')}"
+    message = f"{request.method} {path} is not available: {what}"
     response = _said(failure_of(HttpError(error.status_code, message, code=code)), path)
-    response.headers.update(error.headers or {})
+    response.headers.update(headers)
     return response
 
 

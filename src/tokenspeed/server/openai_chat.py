@@ -378,7 +378,8 @@ def _message(index: int, message: MessageField) -> Message:
     role = _OTHER_ROLES.get(message.role, message.role)
     if role not in ROLES:
         raise InvalidRequestError(
-            f"messages[{index}].role is {message.role!r}; use one of {', '.join(ROLES)}", f"messages[{index}].role"
+            f"messages[{index}].role is {message.role!r}; use one of {', '.join((*ROLES, *_OTHER_ROLES))}",
+            f"messages[{index}].role",
         )
     return Message(
         role=role,

@@ -20,6 +20,7 @@ from tokenspeed.core.errors import (
 )
 from tokenspeed.core.request import PRIORITY_ABS_MAX, EngineRequest, SamplingParams, unpack_ids
 from tokenspeed.llm.input_processor import (
+    EXACT_CHARS_MAX,
     ChatPrompt,
     InputProcessor,
     ProcessedRequest,
@@ -163,6 +164,19 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_counts() -> None:
     assert (caught.value.num_prompt_tokens, caught.value.max_model_len) == (513, 512)
     with pytest.raises(ContextLengthError):
         process(TokensPrompt([1] * 512))
+
+
+@pytest.mark.parametrize(("own", "can_grow"), [(8192, True), (512, False), (None, False)])
+@pytest.mark.parametrize("prompt", [TokensPrompt([1] * 513), TextPrompt("x" * (EXACT_CHARS_MAX + 1))])
+def test_a_longer_context_is_advised_only_where_the_model_has_one(
+    prompt: Prompt, own: int | None, can_grow: bool
+) -> None:
+    source = FakeSource(config={} if own is None else {"max_position_embeddings": own})
+    config = EngineConfig(model=ModelConfig(max_model_len=512))
+    with pytest.raises(ContextLengthError) as caught:
+        process(prompt, processor(source, config, num_kv_blocks=10**6))
+    assert ("longer context (--max-model-len)" in str(caught.value)) is can_grow
+    assert "shorten the prompt" in str(caught.value)
 
 
 def test_a_window_cut_by_the_pool_is_named_as_such() -> None:

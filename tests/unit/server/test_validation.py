@@ -182,3 +182,27 @@ def test_wrong_paths_and_methods_have_the_error_shape(shared: Any) -> None:
     wrong = shared.client.get(CHAT)
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
+
+
+def test_a_wrong_method_is_told_the_right_ones_on_every_path(shared: Any) -> None:
+    known: dict[str, set[str]] = {}
+    for route in shared.app.routes:
+        known.setdefault(route.path.replace("{model:path}", "m"), set()).update(route.methods)
+    for path, methods in known.items():
+        answer = shared.client.patch(path)
+        assert answer.status_code == 405
+        allowed = answer.headers["allow"].split(", ")
+        assert methods <= set(allowed), path  # more where a path with a name in it matches too
+        assert f"PATCH {path} is not available: use {' or '.join(allowed)}" in answer.json()["error"]["message"]
+
+
+def test_the_roles_that_are_taken_are_those_that_are_named(shared: Any) -> None:
+    def asked(role: str) -> Any:
+        return shared.chat(messages=[{"role": "user", "content": "hi"}, {"role": role, "content": "x"}])
+
+    refused = asked("wizard")
+    assert refused.status_code == 400
+    roles = refused.json()["error"]["message"].partition("use one of ")[2].split(", ")
+    assert set(roles) == {"system", "developer", "user", "assistant", "tool", "function"}
+    for role in roles:
+        assert asked(role).status_code == 200, role

@@ -126,7 +126,7 @@ def test_where_bits_must_not_depend_on_the_batch_only_invariant_solutions_serve(
     bound = bind("silu_mul", invariant)
     assert bound.traits.batch_invariant
     assert dict(bound.passed_over)["fancy"] == "a row's bits depend on the rest of the batch"
-    with pytest.raises(ConfigError, match="op linear has no solution here: .*a row's bits depend"):
+    with pytest.raises(ConfigError, match=r"op linear has no solution here: .*a row's bits depend"):
         bind("linear", dataclasses.replace(invariant, dtype=torch.float16))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenspeed.kernels.ops.linear import _tuned, triton_invariant
+from tokenspeed.kernels.ops.linear import _one_row, _tuned, triton_invariant
 from tokenspeed.kernels.ops.linear._few_rows import ARRIVALS_MAX, Tile
 
 SHARED_MEMORY_BYTES = 227 << 10
@@ -56,3 +56,11 @@ def test_the_invariant_tile_has_no_splits() -> None:
     for tile in (triton_invariant.TILE, triton_invariant.FLOAT32_TILE):
         assert tile.num_splits == 1
         assert shared_bytes(tile, triton_invariant.ROWS) * 2 <= SHARED_MEMORY_BYTES
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), MATRICES)
+def test_the_tile_of_one_row_stays_in_registers(num_outputs: int, num_inputs: int) -> None:
+    tile = _one_row.tile_for(num_outputs, num_inputs)
+    assert tile.inputs & (tile.inputs - 1) == 0, tile
+    assert tile.outputs * tile.inputs <= 64 * 32 * tile.num_warps, tile
+    assert tile.inputs >= num_inputs or tile.inputs >= 1024, tile

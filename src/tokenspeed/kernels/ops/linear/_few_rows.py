@@ -16,7 +16,7 @@ ARRIVALS_MAX = 1024
 class Tile:
     """What a program computes: outputs x rows over 1 / num_splits of the inputs, read in blocks of `inputs` of which
     `stages` are on their way at a time. prefetch: bytes of each row of weights that are asked for ahead of the kernel
-    before. is_read_once: weights leave the cache before anything else."""
+    before."""
 
     outputs: int
     inputs: int
@@ -24,7 +24,6 @@ class Tile:
     stages: int = 4
     num_warps: int = 4
     prefetch: int = 0
-    is_read_once: bool = False
 
 
 class FewRows:
@@ -53,13 +52,13 @@ class FewRows:
         (num_rows, num_inputs), num_outputs = x_TD.shape, weight_ND.shape[0]
         assert weight_ND.shape[1] == num_inputs, (weight_ND.shape, x_TD.shape)
         assert num_inputs == 1 or x_TD.stride(1) == weight_ND.stride(1) == 1, (x_TD.stride(), weight_ND.stride())
-        num_tiles = -(-num_outputs // tile.outputs) * -(-num_rows // rows)
+        grid = (-(-num_outputs // tile.outputs), -(-num_rows // rows), tile.num_splits)
         partials = out_TN
         if tile.num_splits > 1:
-            assert num_tiles <= ARRIVALS_MAX, num_tiles
-            partials_size = num_tiles * tile.num_splits * tile.outputs * rows
+            assert grid[0] * grid[1] <= ARRIVALS_MAX, grid
+            partials_size = grid[0] * grid[1] * grid[2] * tile.outputs * rows
             partials = torch.empty(partials_size, dtype=torch.float32, device=x_TD.device)
-        self._kernels.few_rows[(num_tiles, tile.num_splits)](
+        self._kernels.few_rows[grid](
             x_TD,
             weight_ND,
             out_TN if bias_N is None else bias_N,
@@ -81,7 +80,6 @@ class FewRows:
             EVEN=num_inputs % (tile.inputs * tile.num_splits) == 0,
             PREFETCH=tile.prefetch if self._pdl else 0,
             WIDEN=not x_TD.is_cuda,
-            EVICT="evict_first" if tile.is_read_once else "",
             PDL=self._pdl,
             num_warps=tile.num_warps,
             **self._launch,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch of the device code for one row. Knows no rule for choosing a tile."""
+"""Launch of the device code for one row, and a rule for its tile."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 from tokenspeed.kernels.platform import has_dependent_launch
 
+INPUTS_MAX = 4096
+MANY_OUTPUTS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """What a program computes: outputs, reading inputs in blocks of `inputs`. is_read_once: weights leave the cache
-    before anything else."""
+    """What a program computes: outputs, reading inputs in blocks of `inputs`."""
 
     outputs: int
     inputs: int
     num_warps: int
-    is_read_once: bool = False
 
 
 class OneRow:
@@ -55,8 +56,17 @@ class OneRow:
             BLOCK_N=tile.outputs,
             BLOCK_D=tile.inputs,
             HAS_BIAS=bias_N is not None,
-            EVICT="evict_first" if tile.is_read_once else "",
             PDL=self._pdl,
             num_warps=tile.num_warps,
             **self._launch,
         )
+
+
+def tile_for(num_outputs: int, num_inputs: int) -> RowTile:
+    """Whole rows of weights where they are short; else the longest blocks that they are a number of."""
+    inputs = max(16, 1 << (num_inputs - 1).bit_length())
+    if inputs > INPUTS_MAX:
+        fitting = (block for block in (INPUTS_MAX, INPUTS_MAX // 2, INPUTS_MAX // 4) if num_inputs % block == 0)
+        inputs = next(fitting, INPUTS_MAX // 4)
+    outputs = 4 if num_outputs >= MANY_OUTPUTS else 1
+    return RowTile(outputs, inputs, max(1, min(8, outputs * inputs // 512)))

@@ -30,16 +30,6 @@ def _prefetch(weight, first, weight_stride, num_outputs, ROWS: tl.constexpr, NUM
 
 
 @triton.jit
-def _tile_of(program, num_outputs, num_rows, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(tile of outputs, tile of rows). Programs that run together share eight tiles of rows and read few weights."""
-    num_tiles_n, num_tiles_r = tl.cdiv(num_outputs, BLOCK_N), tl.cdiv(num_rows, BLOCK_R)
-    first_r = program // (8 * num_tiles_n) * 8
-    height = tl.minimum(num_tiles_r - first_r, 8)
-    place = program % (8 * num_tiles_n)
-    return place // height, first_r + place % height
-
-
-@triton.jit
 def _sum_of_splits(acc_NR, partials, arrivals, tile, split, num_splits, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
     """(whether this program was the tile's last to arrive, the sum of all in the order of the splits if so)."""
     at_NR = tl.arange(0, BLOCK_N)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
@@ -78,16 +68,13 @@ def few_rows(
     EVEN: tl.constexpr,
     PREFETCH: tl.constexpr,
     WIDEN: tl.constexpr,
-    EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program: BLOCK_N outputs of BLOCK_R rows over one of num_splits parts of the inputs.
 
     EVEN: the inputs are whole blocks. WIDEN: multiply in float32, for the interpreter, which has no product of shorter
-    numbers. partials: float32, a tile for each program. arrivals: int32 zeros, one a tile, zeros again
-    afterwards. EVICT: which weights leave the cache first."""
-    split = tl.program_id(1)
-    tile_n, tile_r = _tile_of(tl.program_id(0), num_outputs, num_rows, BLOCK_N, BLOCK_R)
+    numbers. partials: float32, a tile for each program. arrivals: int32 zeros, one a tile, zeros again afterwards."""
+    tile_n, tile_r, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     blocks = tl.cdiv(tl.cdiv(num_inputs, BLOCK_D), num_splits)
     start, stop = split * blocks * BLOCK_D, tl.minimum((split + 1) * blocks * BLOCK_D, num_inputs)
     if PREFETCH > 0:
@@ -105,7 +92,7 @@ def few_rows(
     for place in tl.range(start, stop, BLOCK_D, num_stages=STAGES):
         places_D = place + inputs_D
         if EVEN:
-            weight_ND = tl.load(weight_N[:, None] + places_D[None, :], eviction_policy=EVICT)
+            weight_ND = tl.load(weight_N[:, None] + places_D[None, :])
             x_DR = tl.load(x_R[None, :] + places_D[:, None])
         else:
             weight_ND = tl.load(weight_N[:, None] + places_D[None, :], mask=places_D[None, :] < stop, other=0.0)
@@ -115,7 +102,7 @@ def few_rows(
         acc_NR = tl.dot(weight_ND, x_DR, acc_NR, input_precision="ieee")
     is_last = True
     if IS_SPLIT:
-        tile = tl.program_id(0)
+        tile = tile_r * tl.num_programs(0) + tile_n
         is_last, acc_NR = _sum_of_splits(acc_NR, partials, arrivals, tile, split, num_splits, BLOCK_N, BLOCK_R)
     if is_last:
         if HAS_BIAS:
@@ -137,7 +124,6 @@ def one_row(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of one row a program, by sums of products rather than tensor cores. The program's first weights
@@ -148,7 +134,7 @@ def one_row(
     weight_N = weight + tl.minimum(outputs_N, num_outputs - 1).to(tl.int64) * weight_stride
     mask_D = inputs_D < NUM_INPUTS
     if NUM_INPUTS % BLOCK_D == 0:
-        first_ND = tl.load(weight_N[:, None] + inputs_D[None, :], eviction_policy=EVICT)
+        first_ND = tl.load(weight_N[:, None] + inputs_D[None, :])
     else:
         first_ND = tl.load(weight_N[:, None] + inputs_D[None, :], mask=mask_D[None, :], other=0.0)
     if PDL:
@@ -160,7 +146,7 @@ def one_row(
         places_D = start + inputs_D
         mask_D = places_D < NUM_INPUTS
         if NUM_INPUTS % BLOCK_D == 0:
-            weight_ND = tl.load(weight_N[:, None] + places_D[None, :], eviction_policy=EVICT)
+            weight_ND = tl.load(weight_N[:, None] + places_D[None, :])
         else:
             weight_ND = tl.load(weight_N[:, None] + places_D[None, :], mask=mask_D[None, :], other=0.0)
         x_D = tl.load(x + places_D, mask=mask_D, other=0.0).to(tl.float32)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from tokenspeed.kernels.ops.linear._few_rows import Tile
-from tokenspeed.kernels.ops.linear._one_row import RowTile
 
 BUCKETS = (16, 32, 64)
 """Rows of a tile: a call takes the first that holds all of its own."""
@@ -29,16 +28,6 @@ _MEASURED: dict[tuple[int, tuple[int, int]], Tile | None] = {
 }
 """Rows and (outputs, inputs) -> the tile that was fastest on an H200, None where cuBLAS was."""
 
-_MEASURED_ROW: dict[tuple[int, int], RowTile] = {
-    _QKV: RowTile(4, 4096, 4),
-    _OUT: RowTile(8, 4096, 8),
-    _GATE_UP: RowTile(4, 4096, 8),
-    _DOWN: RowTile(4, 4096, 8, is_read_once=True),
-    _HEAD: RowTile(4, 4096, 8, is_read_once=True),
-}
-"""The same for one row."""
-
-_ROW_INPUTS = 4096
 _BUSY = 128
 """As many programs as it takes to draw all that the memory of an H200 gives."""
 
@@ -54,28 +43,10 @@ def tile_for(rows: int, num_outputs: int, num_inputs: int) -> Tile | None:
     return _MEASURED[known] if known in _MEASURED else _by_rule(rows, num_outputs, num_inputs)
 
 
-def row_tile_for(num_outputs: int, num_inputs: int) -> RowTile:
-    """For one row."""
-    known = (num_outputs, num_inputs)
-    return _MEASURED_ROW[known] if known in _MEASURED_ROW else _row_by_rule(num_outputs, num_inputs)
-
-
-def _row_by_rule(num_outputs: int, num_inputs: int) -> RowTile:
-    """Whole rows of weights where they are short; else the longest blocks that they are a number of."""
-    inputs = max(16, 1 << (num_inputs - 1).bit_length())
-    if inputs > _ROW_INPUTS:
-        fitting = (block for block in (_ROW_INPUTS, _ROW_INPUTS // 2, _ROW_INPUTS // 4) if num_inputs % block == 0)
-        inputs = next(fitting, _ROW_INPUTS // 4)
-    outputs = 4 if num_outputs >= 4 * _BUSY else 1
-    return RowTile(outputs, inputs, max(1, min(8, outputs * inputs // 512)))
-
-
 def _by_rule(rows: int, num_outputs: int, num_inputs: int) -> Tile | None:
     """Matrices of many outputs need no splits, and cuBLAS is as good at them when rows are many too."""
-    num_tiles, num_splits = -(-num_outputs // 64), 1
     inputs = min(128, max(16, 1 << (num_inputs - 1).bit_length()))
-    while num_tiles * num_splits < _BUSY and num_inputs >= 8 * inputs * num_splits:
-        num_splits *= 2
-    if num_splits == 1 and num_tiles >= _BUSY and rows == BUCKETS[-1]:
-        return None
-    return Tile(64, inputs, num_splits)
+    num_tiles = -(-num_outputs // 64)
+    if num_tiles < _BUSY and num_inputs >= 8 * inputs:
+        return Tile(64, inputs, num_splits=2)
+    return None if num_tiles >= _BUSY and rows == BUCKETS[-1] else Tile(64, inputs)

@@ -4,12 +4,14 @@ shapes, and touches nothing else."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
 import torch
 
-from drawn_dense import SHAPES, Drawn, agreement, solution
+from drawn_dense import SHAPES, Drawn, Shape, agreement, solution
+from tokenspeed.kernels.registry import Reason
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -21,3 +23,29 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def test_triton_agrees_with_the_reference_where_it_is_interpreted(name: str, positions: list[int]) -> None:
     drawn = Drawn(SHAPES[name], torch.float32)
     agreement(solution("triton", "cpu", torch.float32), drawn, positions, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (Shape(head_dim=48, rotary_dim=16), "heads of 48"),
+        (Shape(hidden_size=40), "not multiples of 16"),
+        (Shape(num_heads=34), "34 heads on 2"),
+        (Shape(activation="relu_mul"), "relu_mul"),
+    ],
+    ids=["head-dim", "hidden-size", "heads", "activation"],
+)
+@needs_triton
+def test_what_the_chain_cannot_run_it_refuses_in_words(shape: Shape, words: str) -> None:
+    refused = solution("triton", "cpu", torch.float32)(Drawn(shape, torch.float32).model(2), 16)
+    assert isinstance(refused, Reason)
+    assert words in refused.text
+
+
+@needs_triton
+def test_pages_that_lie_differently_are_refused() -> None:
+    model = Drawn(Shape(num_layers=1), torch.float32).model(2)
+    layer = dataclasses.replace(model.layers[0], v_pages=model.layers[0].v_pages.contiguous())
+    refused = solution("triton", "cpu", torch.float32)(dataclasses.replace(model, layers=(layer,)), 16)
+    assert isinstance(refused, Reason)
+    assert "lie differently" in refused.text

@@ -296,7 +296,7 @@ def wide_split_tile(call: Call) -> Tile:
 
 def _split_tile(call: Call, m: int) -> Tile:
     if call.q_THK.device.type == "cpu":
-        return Tile(m, 64, num_warps=4, stages=1, programs=2)
+        return Tile(m, 64, num_warps=4, stages=1, programs=1)
     if call.fixed["BLOCK_K"] > 128:
         return Tile(m, 32, num_warps=4 if m <= 64 else 8, stages=2, tma=has_descriptors(call, 32), programs=2)
     if has_descriptors(call, 64):

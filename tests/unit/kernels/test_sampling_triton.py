@@ -74,6 +74,14 @@ def test_a_mask_with_one_bit_leaves_one_token() -> None:
     assert sample(torch.randn(2, 96), inputs).token_ids_S.tolist() == [95, 39]
 
 
+def test_top_k_keeps_no_token_more() -> None:
+    """All nearly as likely, so that one too many would soon be drawn."""
+    logits_V = torch.arange(70) % 7 * 1e-3 + torch.arange(70) * 1e-5
+    best = set(logits_V.topk(2).indices.tolist())
+    token_ids_S = sample(logits_V.expand(16, -1), SamplingInputs(draws(16, 1.0, top_k=2))).token_ids_S
+    assert set(token_ids_S.tolist()) == best
+
+
 def test_equals_by_the_thousand_end() -> None:
     """All tokens the same: each filter keeps all of them, and one look is enough."""
     for filters in ({"top_k": 2, "top_p": 0.5}, {"top_p": 1e-3}, {"min_p": 1.0}):

@@ -26,7 +26,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60
 STEP_S = 0.25
 STEP_TOKENS_MAX = 2048
-_GPU_STEP_TOKENS = 8192
+GPU_STEP_TOKENS = 8192
 _BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 64
 _MEMORY_FRACTION, _GPU_MEMORY_FRACTION = 0.5, 0.9
 
@@ -159,7 +159,7 @@ def step_tokens(scheduler: SchedulerConfig, device: torch.device, token_s: float
     if scheduler.max_num_batched_tokens is not None:
         return scheduler.max_num_batched_tokens
     if device.type != "cpu":
-        return max(_GPU_STEP_TOKENS, scheduler.max_num_seqs)
+        return max(GPU_STEP_TOKENS, scheduler.max_num_seqs)
     if not token_s:
         return max(STEP_TOKENS_MAX, scheduler.max_num_seqs)
     return max(scheduler.max_num_seqs, min(STEP_TOKENS_MAX, int(STEP_S / token_s)))

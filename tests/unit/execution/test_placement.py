@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tokenspeed.core.config import SchedulerConfig
-from tokenspeed.execution.placement import STEP_S, STEP_TOKENS_MAX, step_tokens
+from tokenspeed.execution.placement import GPU_STEP_TOKENS, STEP_S, STEP_TOKENS_MAX, step_tokens
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -20,8 +20,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         (SchedulerConfig(max_num_seqs=8), CPU, STEP_S, 8),
         (SchedulerConfig(max_num_seqs=8), CPU, STEP_S / 1e6, STEP_TOKENS_MAX),
         (SchedulerConfig(max_num_seqs=8), CPU, None, STEP_TOKENS_MAX),
-        (SchedulerConfig(max_num_seqs=8), GPU, STEP_S, STEP_TOKENS_MAX),
-        (SchedulerConfig(max_num_seqs=STEP_TOKENS_MAX + 1), GPU, None, STEP_TOKENS_MAX + 1),
+        (SchedulerConfig(max_num_seqs=8), GPU, STEP_S, GPU_STEP_TOKENS),
+        (SchedulerConfig(max_num_seqs=GPU_STEP_TOKENS + 1), GPU, None, GPU_STEP_TOKENS + 1),
     ],
 )
 def test_tokens_of_a_step(

@@ -88,7 +88,6 @@ class Sampler:
         self._seats: list[_Seat | None] = [None] * max_num_seqs
         self._constraints = Constraints(max_num_seqs, vocab_size)
         self._unread: list[Drawn] = []
-        self._one = torch.ones(1, dtype=torch.int32, device=device)
 
     def know(self, vocabulary: Vocabulary) -> None:
         """Before the first seat that has a grammar. Any thread."""
@@ -127,7 +126,7 @@ class Sampler:
         if needs & Need.FORCED:
             token_ids_S = self._forced(token_ids_S, needs_S, seats_S, position_S)
         if needs & Need.PENALTY:
-            self._count(token_ids_S, needs_S, seats_S)
+            self._count(token_ids_S, sampled.is_faulty_S, needs_S, seats_S)
         scored = self._scored(logits_SV, token_ids_S, needs_S, seats_S) if needs & Need.LOGPROBS else None
         told_2S = torch.stack([token_ids_S, sampled.is_faulty_S.to(torch.int64)])
         if not needs & Need.CONSTRAINT:
@@ -290,11 +289,14 @@ class Sampler:
         wanted = self._tensor(wanted_S)
         return torch.where(wanted < 0, token_ids_S, wanted)
 
-    def _count(self, token_ids_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array) -> None:
+    def _count(
+        self, token_ids_S: torch.Tensor, is_faulty_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array
+    ) -> None:
+        times_S = 1 - is_faulty_S.to(torch.int32)
         for row in np.flatnonzero(needs_S & Need.PENALTY).tolist():
             counts_V = self._seat_of(int(seats_S[row])).output_counts_V
             assert counts_V is not None, f"seat {seats_S[row]} has penalties but no counts"
-            counts_V.index_add_(0, token_ids_S[row : row + 1], self._one)
+            counts_V.index_add_(0, token_ids_S[row : row + 1], times_S[row : row + 1])
 
     def _scored(
         self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array

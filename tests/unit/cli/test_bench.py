@@ -27,11 +27,14 @@ def bench(*arguments: str) -> int:
     return cli.main(["bench", "kernel", *arguments, "--device", "cpu"])
 
 
-def test_a_table_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "times.json"
+    monkeypatch.setattr("sys.argv", ["/somewhere/tokenspeed", "bench", "kernel", "silu_mul"])
     assert bench("silu_mul", "--shape", "16", "--markdown", "--json", str(path), "--dtype", "bfloat16") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Command: `tokenspeed ")
+    assert lines[0].startswith("Command: `tokenspeed bench kernel silu_mul`")
     assert "a machine: reads 1.000 TB/s, computes 10 TFLOP/s" in lines[0]
     assert lines[2] == "| op | shape | solution | floor µs | time µs | x floor | peer µs | check |"
     assert [line.split("|")[1:4] for line in lines[4:]] == [[" silu_mul ", " 16 ", " cpu "]]

@@ -168,11 +168,6 @@ class StepGraphs:
             drawn.read()  # the next step writes there
         return step.logits_SV[:num_sampled], drawn
 
-    @property
-    def samples(self) -> bool:
-        """Whether launch can sample."""
-        return self._samples
-
     def _prepared(self, size: StepSize) -> _PreparedStep:
         step = _PreparedStep(size, len(self._buffers.tables), self._device)
         step.pad(self._buffers)

@@ -262,7 +262,7 @@ class ModelRunner:
     def _prepare_graphs(self, config: EngineConfig, ctx: BuildContext, progress: ProgressFn | None) -> None:
         sample, decode_step = ctx.bindings["sampling"], self._whole_decode_step(ctx)
         sizes = step_sizes(config.scheduler.max_num_seqs, self.info.max_num_batched_tokens)
-        unfit = sorted({each.op for each in ctx.bindings.values() if not each.traits.graph_safe} - {"sampling"})
+        unfit = [name for name in ctx.uncapturable() if name != "sampling"]
         if unfit:
             _log.info("steps are not captured as graphs: %s cannot be", ", ".join(unfit))
         captures = config.device.graphs and not unfit

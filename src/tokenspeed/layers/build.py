@@ -20,7 +20,8 @@ ONE_RANK = Mesh.of(GroupSizes())
 
 class BuildContext:
     """Device, dtype and kernels of one rank of a model. `bindings` is the table of what was bound so far, by op and
-    features. deterministic: results are to be the same bits whatever else a step computes."""
+    features. deterministic: results are to be the same bits whatever else a step computes. `host_bound` names parts
+    of the model that look at numbers of the device while they compute, so that no graph can be captured of them."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class BuildContext:
             device=device, dtype=dtype, overrides=dict(overrides or {}), batch_invariant=deterministic
         )
         self.bindings: dict[str, BoundKernel] = {}
+        self.host_bound: set[str] = set()
         check_overrides(self.kernels.overrides)
 
     def bind(self, op: str, *features: str) -> Kernel:
@@ -48,6 +50,11 @@ class BuildContext:
         if key not in self.bindings:
             self.bindings[key] = bind(op, dataclasses.replace(self.kernels, features=frozenset(features)))
         return self.bindings[key].call
+
+    def uncapturable(self) -> list[str]:
+        """What of the model cannot be captured as a graph, by name: ops as they are bound, and parts of layers."""
+        ops = {each.op for each in self.bindings.values() if not each.traits.graph_safe}
+        return sorted(ops | self.host_bound)
 
     def size_of(self, group: Group) -> int:
         """Ranks over which a group's weights are split."""

@@ -173,6 +173,7 @@ class Experts(nn.Module):
 
     def __init__(self, ctx: BuildContext, hidden_size: int, spec: ExpertsSpec) -> None:
         super().__init__()
+        ctx.host_bound.add("experts")
         self.spec = spec
         num_experts, ff_size = spec.num_experts, spec.ff_size
         self.gate_cut = ctx.cut("experts", (num_experts, ff_size, hidden_size), shards.stacked(1))

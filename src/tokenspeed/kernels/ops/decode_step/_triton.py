@@ -66,12 +66,13 @@ def embed_rows(
 
 @triton.jit
 def weight_tile(w_ptr, tile, BN: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, EVICT: tl.constexpr):
-    """Tile number `tile` of BN rows of weights; w_ptr: where the rows begin."""
+    """Tile number `tile` of BN rows of weights; w_ptr: where the rows begin. Weights are read once: past L1."""
+    CACHE: tl.constexpr = ".cg" if EVICT == "" else ""
     columns = tile * BK + tl.arange(0, BK)
     at = w_ptr + tl.arange(0, BN)[:, None] * K + columns[None, :]
     if K % BK == 0:
-        return tl.load(at, eviction_policy=EVICT)
-    return tl.load(at, mask=columns[None, :] < K, other=0.0, eviction_policy=EVICT)
+        return tl.load(at, cache_modifier=CACHE, eviction_policy=EVICT)
+    return tl.load(at, mask=columns[None, :] < K, other=0.0, cache_modifier=CACHE, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -134,31 +135,40 @@ def gemv(
     w0, w1, w2, w3 = first_tiles(w_ptr, K, BN, BK, PRELOAD, EVICT)
     if GLU:
         u0, u1, u2, u3 = first_tiles(w_ptr + N * K, K, BN, BK, PRELOAD, EVICT)
+    sums = tl.arange(0, SQUARES_BLOCK)
+    if BIAS:
+        bias = tl.load(bias_ptr + outputs).to(tl.float32)
+        if GLU:
+            bias_up = tl.load(bias_ptr + N + outputs).to(tl.float32)
+    if RESIDUAL:
+        gain = tl.load(gain_ptr + outputs).to(tl.float32) + gain_offset
     if PDL:
         if EARLY:
             gdc_launch_dependents()
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
+    # Loads are issued in this order and waited for where they are used: all that a program needs, it asks for at once.
+    if NORM:
+        squares = tl.load(squares_ptr + sums, mask=sums < NUM_SQUARES, other=0.0)
+    if RESIDUAL:
+        x = tl.load(y_ptr + outputs)
     y = row_dot(h_ptr, w_ptr, w0, w1, w2, w3, K, BN, BK, PRELOAD, EVICT)
     if GLU:
         up = row_dot(h_ptr, w_ptr + N * K, u0, u1, u2, u3, K, BN, BK, PRELOAD, EVICT)
     if NORM:
-        sums = tl.arange(0, SQUARES_BLOCK)
-        squares = tl.load(squares_ptr + sums, mask=sums < NUM_SQUARES, other=0.0)
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y *= scale
         if GLU:
             up *= scale
     if BIAS:
-        y += tl.load(bias_ptr + outputs).to(tl.float32)
+        y += bias
         if GLU:
-            up += tl.load(bias_ptr + N + outputs).to(tl.float32)
+            up += bias_up
     if GLU:
         y = activated(y, GELU) * up
     if RESIDUAL:
-        y += tl.load(y_ptr + outputs)
-        gain = tl.load(gain_ptr + outputs).to(tl.float32) + gain_offset
+        y += x
         tl.store(next_h_ptr + outputs, y * gain)
         tl.store(next_squares_ptr + program, tl.sum(y * y, 0))
     tl.store(y_ptr + outputs, y)
@@ -288,24 +298,40 @@ def rotation(table_ptr, position, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constex
 
 
 @triton.jit
-def page_rows(
-    table_ptr, tokens, tile, position, page_stride, token_stride, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
-):
-    """Offsets (TILE,) of a tile's tokens in the pages of one head."""
+def load_tile(
+    k_pages_ptr, v_pages_ptr, table_ptr, tile, position, lowest, page_stride, token_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """K and V (TILE, K) of a tile, and which of its tokens are attended. MASKED: not all are; what lies in the others'
+    places may be NaN, and is not loaded."""
+    in_tile, dims = tl.arange(0, TILE), tl.arange(0, HEAD_DIM)
+    tokens = tile * TILE + in_tile
+    seen = (tokens >= lowest) & (tokens < position)
     if BLOCK_SIZE % TILE == 0:
         page = tl.load(table_ptr + (tile * TILE) // BLOCK_SIZE).to(tl.int64)
+        begin = page * page_stride + ((tile * TILE) % BLOCK_SIZE) * token_stride
+        k_at = k_pages_ptr + begin + (in_tile[:, None] * token_stride + dims[None, :])
+        v_at = v_pages_ptr + begin + (in_tile[:, None] * token_stride + dims[None, :])
     else:
-        page = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < position, other=0).to(tl.int64)
-    return page * page_stride + (tokens % BLOCK_SIZE) * token_stride
+        pages = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < position, other=0).to(tl.int64)
+        begins = pages * page_stride + (tokens % BLOCK_SIZE) * token_stride
+        k_at = k_pages_ptr + begins[:, None] + dims[None, :]
+        v_at = v_pages_ptr + begins[:, None] + dims[None, :]
+    if MASKED:
+        return tl.load(k_at, mask=seen[:, None], other=0.0), tl.load(v_at, mask=seen[:, None], other=0.0), seen
+    return tl.load(k_at), tl.load(v_at), seen
 
 
 @triton.jit
-def softmax_step(q, k, v, seen, highest, total, acc, EXACT: tl.constexpr):
+def softmax_step(q, k, v, seen, highest, total, acc, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """One tile of a running softmax, scores in base 2."""
     scores = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), EXACT)
-    scores = tl.where(seen[None, :], scores, -1e30)
+    if MASKED:
+        scores = tl.where(seen[None, :], scores, -1e30)
     higher = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.where(seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
+    weights = tl.exp2(scores - higher[:, None])
+    if MASKED:
+        weights = tl.where(seen[None, :], weights, 0.0)
     shrink = tl.exp2(highest - higher)
     acc = product(weights.to(v.dtype), v, acc * shrink[:, None], EXACT)
     return higher, total * shrink + tl.sum(weights, 1), acc
@@ -314,34 +340,33 @@ def softmax_step(q, k, v, seen, highest, total, acc, EXACT: tl.constexpr):
 @triton.jit
 def attend_tile(
     q, k_pages_ptr, v_pages_ptr, table_ptr, tile, position, lowest, page_stride, token_stride, highest, total, acc,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile and take it into the softmax. Values past the row's tokens may be NaN, so they are not loaded."""
-    tokens, dims = tile * TILE + tl.arange(0, TILE), tl.arange(0, HEAD_DIM)
-    seen = (tokens >= lowest) & (tokens < position)
-    at = page_rows(table_ptr, tokens, tile, position, page_stride, token_stride, BLOCK_SIZE, TILE)
-    k = tl.load(k_pages_ptr + at[:, None] + dims[None, :])
-    v = tl.load(v_pages_ptr + at[:, None] + dims[None, :], mask=seen[:, None], other=0.0)
-    return softmax_step(q, k, v, seen, highest, total, acc, EXACT)
+    """Load a tile and take it into the softmax."""
+    k, v, seen = load_tile(
+        k_pages_ptr, v_pages_ptr, table_ptr, tile, position, lowest, page_stride, token_stride,
+        HEAD_DIM, BLOCK_SIZE, TILE, MASKED,
+    )  # fmt: skip
+    return softmax_step(q, k, v, seen, highest, total, acc, MASKED, EXACT)
 
 
 @triton.jit
 def merge(parts_ptr, stats_ptr, out_ptr, used, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS_BLOCK: tl.constexpr):
-    """Join the parts of `used` splits; a few are joined for several heads at once, since a pass takes about 2 us."""
+    """Join the parts of `used` splits, as many heads at a time as fit into registers: a pass takes about 2 us."""
     if SPLITS_BLOCK <= 16:
-        merge_heads(parts_ptr, stats_ptr, out_ptr, used, GROUP, HEAD_DIM, SPLITS_BLOCK, 4)
-    else:  # noqa: PLR5501
-        if used <= 16:
-            merge_heads(parts_ptr, stats_ptr, out_ptr, used, GROUP, HEAD_DIM, 16, 4)
-        else:
-            merge_heads(parts_ptr, stats_ptr, out_ptr, used, GROUP, HEAD_DIM, SPLITS_BLOCK, 1)
+        merge_heads(parts_ptr, stats_ptr, out_ptr, used, GROUP, HEAD_DIM, SPLITS_BLOCK)
+    elif used <= 16:
+        merge_heads(parts_ptr, stats_ptr, out_ptr, used, GROUP, HEAD_DIM, 16)
+    else:
+        merge_heads(parts_ptr, stats_ptr, out_ptr, used, GROUP, HEAD_DIM, SPLITS_BLOCK)
 
 
 @triton.jit
 def merge_heads(
-    parts_ptr, stats_ptr, out_ptr, used,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS_BLOCK: tl.constexpr, HEADS_BLOCK: tl.constexpr,
-):  # fmt: skip
+    parts_ptr, stats_ptr, out_ptr, used, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS_BLOCK: tl.constexpr
+):
+    FIT: tl.constexpr = 8192 // (SPLITS_BLOCK * HEAD_DIM)
+    HEADS_BLOCK: tl.constexpr = 1 if FIT < 1 else (4 if FIT > 4 else FIT)
     splits, dims = tl.arange(0, SPLITS_BLOCK), tl.arange(0, HEAD_DIM)
     for first in tl.static_range(0, GROUP, HEADS_BLOCK):
         heads = first + tl.arange(0, HEADS_BLOCK)
@@ -420,16 +445,13 @@ def attend_split(
     """One program's part: (sum of weights, weighted values, highest score), with the new token in split 0, which also
     writes its K and V. Pointers are to the row's token and table and to the head's pages."""
     GROUP: tl.constexpr = H // G
-    dims, heads, in_tile = tl.arange(0, HEAD_DIM), tl.arange(0, 16), tl.arange(0, TILE)
+    dims, heads = tl.arange(0, HEAD_DIM), tl.arange(0, 16)
     if FIRST:
-        first_seen = (begin * TILE + in_tile >= lowest) & (begin * TILE + in_tile < position)
-        # A split without a tile looks up the page of the last block that there is.
-        first_at = page_rows(
-            table_ptr, begin * TILE + in_tile, tl.minimum(begin, position // TILE), position, page_stride,
-            token_stride, BLOCK_SIZE, TILE,
+        # A split without a tile loads none, and looks up the page of the last block that there is.
+        k_first, v_first, first_seen = load_tile(
+            k_pages_ptr, v_pages_ptr, table_ptr, tl.minimum(begin, position // TILE), tl.where(begin < end, position, 0),
+            lowest, page_stride, token_stride, HEAD_DIM, BLOCK_SIZE, TILE, True,
         )  # fmt: skip
-        k_first = tl.load(k_pages_ptr + first_at[:, None] + dims[None, :], mask=first_seen[:, None], other=0.0)
-        v_first = tl.load(v_pages_ptr + first_at[:, None] + dims[None, :], mask=first_seen[:, None], other=0.0)
     new_page = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
     partners, cos, sin = dims, tl.full([HEAD_DIM], 1.0, tl.float32), tl.full([HEAD_DIM], 0.0, tl.float32)
     if ROTARY_DIM > 0:
@@ -458,19 +480,34 @@ def attend_split(
         acc += new_v.to(tl.float32)[None, :]
     if FIRST:
         if begin < end:
-            highest, total, acc = softmax_step(q, k_first, v_first, first_seen, highest, total, acc, EXACT)
-        begin += 1
+            highest, total, acc = softmax_step(q, k_first, v_first, first_seen, highest, total, acc, True, EXACT)
+    # Tiles that are attended in part stand at the ends.
+    has_head = FIRST | (begin * TILE < lowest)
+    full_begin = begin + has_head.to(tl.int32)
+    full_end = end - (end * TILE > position).to(tl.int32)
+    tile = full_begin
     if STAGES == 0:  # Triton's interpreter takes no bounds of a range from memory
-        while begin < end:
-            highest, total, acc = attend_tile(
-                q, k_pages_ptr, v_pages_ptr, table_ptr, begin, position, lowest, page_stride, token_stride,
-                highest, total, acc, HEAD_DIM, BLOCK_SIZE, TILE, EXACT,
-            )  # fmt: skip
-            begin += 1
-    else:
-        for tile in tl.range(begin, end, num_stages=STAGES):
+        while tile < full_end:
             highest, total, acc = attend_tile(
                 q, k_pages_ptr, v_pages_ptr, table_ptr, tile, position, lowest, page_stride, token_stride,
-                highest, total, acc, HEAD_DIM, BLOCK_SIZE, TILE, EXACT,
+                highest, total, acc, HEAD_DIM, BLOCK_SIZE, TILE, False, EXACT,
             )  # fmt: skip
+            tile += 1
+    else:
+        for full in tl.range(full_begin, full_end, num_stages=STAGES):
+            highest, total, acc = attend_tile(
+                q, k_pages_ptr, v_pages_ptr, table_ptr, full, position, lowest, page_stride, token_stride,
+                highest, total, acc, HEAD_DIM, BLOCK_SIZE, TILE, False, EXACT,
+            )  # fmt: skip
+    if not FIRST:
+        if has_head & (begin < end):
+            highest, total, acc = attend_tile(
+                q, k_pages_ptr, v_pages_ptr, table_ptr, begin, position, lowest, page_stride, token_stride,
+                highest, total, acc, HEAD_DIM, BLOCK_SIZE, TILE, True, EXACT,
+            )  # fmt: skip
+    if (full_end < end) & (full_end >= full_begin):
+        highest, total, acc = attend_tile(
+            q, k_pages_ptr, v_pages_ptr, table_ptr, full_end, position, lowest, page_stride, token_stride,
+            highest, total, acc, HEAD_DIM, BLOCK_SIZE, TILE, True, EXACT,
+        )  # fmt: skip
     return total, acc, highest

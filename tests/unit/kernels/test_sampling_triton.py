@@ -22,7 +22,14 @@ NUM_DRAWS = 20_000 if DEVICE == "cuda" else 40
 @pytest.fixture(autouse=True, scope="module")
 def _small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("BLOCK", 32), ("GROUP", 8), ("CAPACITY", 8), ("TILE", 32), ("ROWS_A_LAUNCH", 2)):
+        for name, value in (
+            ("BLOCK", 32),
+            ("GROUP", 8),
+            ("CAPACITY", 8),
+            ("LIST_TILE", 32),
+            ("ROW_TILE", 64),
+            ("ROWS_A_LAUNCH", 2),
+        ):
             patch.setattr(triton, name, value)
         torch.set_default_device(DEVICE)
         yield

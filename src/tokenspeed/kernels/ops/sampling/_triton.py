@@ -77,12 +77,10 @@ def _rate(temperature):
 def _index_of(rows_ptr, num, row):
     """Where row stands in rows_ptr, (num,) int64; −1 where it does not."""
     found = -1
-    start = 0
-    while start < num:
+    for start in range(0, num, 64):
         index = start + tl.arange(0, 64)
         is_it = tl.load(rows_ptr + index, mask=index < num, other=-1) == row
         found = tl.maximum(found, tl.max(tl.where(is_it, index, -1), 0))
-        start += 64
     return found
 
 
@@ -108,8 +106,7 @@ def _penalised(
 @triton.jit
 def _with_edits(logit, ids, first_id, row, rows_ptr, ids_ptr, values_ptr, num, BLOCK: tl.constexpr):
     """The logits of a block with the values of its edits added, in their order."""
-    start = 0
-    while start < num:
+    for start in range(0, num, 64):
         index = start + tl.arange(0, 64)
         is_row = tl.load(rows_ptr + index, mask=index < num, other=-1) == row
         edited_id = tl.load(ids_ptr + index, mask=is_row, other=-1)
@@ -120,7 +117,6 @@ def _with_edits(logit, ids, first_id, row, rows_ptr, ids_ptr, values_ptr, num, B
             last = tl.min(tl.where(is_here & (index > last), index, 0x7FFFFFFF), 0)
             logit = tl.where(ids == tl.load(ids_ptr + last), logit + tl.load(values_ptr + last), logit)
             left -= 1
-        start += 64
     return logit
 
 
@@ -184,7 +180,7 @@ def survey(
         if temperature >= GREEDY_BELOW:
             scaled = logit * _rate(temperature)
             score = scaled + _gumbel(ids, _row_key(seed_ptr, position_ptr, row), FAST)
-            if HAS_FILTERS:
+            if HAS_FILTERS:  # noqa: SIM102 (known to the compiler, unlike the next)
                 if _is_filtered(row, top_k_ptr, top_p_ptr, min_p_ptr):
                     top = tl.max(logit, 0)
                     gap = (logit - tl.where(top == -INF, 0.0, top)) * _rate(temperature)
@@ -215,26 +211,30 @@ def _value(order):
 def _threshold(source_ptr, step, num, low, high, count, k, slack, TILE: tl.constexpr):
     """A number that k of source_ptr[: num] reach, and at most `slack` more unless they are equals.
 
-    low: a number that `count` of them reach, k at least. high: the highest of them.
+    low: a number that `count` of them reach. high: the highest of them. A quarter of the range is left by each look:
+    how many reach each of the three numbers between is counted at once, in 20 bits each of one sum.
     """
     reached = _order(low).to(tl.int64)
     missed = _order(high).to(tl.int64) + 1
     count = tl.full([], 0, tl.int32) + count  # a tensor even where the compiler knows the number
     while (count > k + slack) & (missed - reached > 1):
-        middle = reached + (missed - reached) // 2
-        reaching = tl.zeros([TILE], tl.int32)
-        start = 0
-        while start < num:
+        middle = reached + (missed - reached + 1) // 2
+        lower = reached + (middle - reached + 1) // 2
+        upper = middle + (missed - middle) // 2
+        reaching = tl.zeros([TILE], tl.int64)
+        for start in range(0, num, TILE):
             index = start + tl.arange(0, TILE)
-            value = tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF)
-            reaching += (_order(value) >= middle).to(tl.int32)
-            start += TILE
-        reaching_count = tl.sum(reaching, 0)
-        if reaching_count >= k:
-            reached = middle
-            count = reaching_count
-        else:
-            missed = middle
+            order = _order(tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF))
+            reaching += (order >= lower).to(tl.int64) + ((order >= middle).to(tl.int64) << 20)
+            reaching += (order >= upper).to(tl.int64) << 40
+        counts = tl.sum(reaching, 0)
+        at_lower = (counts & 0xFFFFF).to(tl.int32)
+        at_middle = ((counts >> 20) & 0xFFFFF).to(tl.int32)
+        at_upper = (counts >> 40).to(tl.int32)
+        missed = tl.where(at_lower < k, lower, tl.where(at_middle < k, middle, tl.where(at_upper < k, upper, missed)))
+        if at_lower >= k:
+            reached = tl.where(at_upper >= k, upper, tl.where(at_middle >= k, middle, lower))
+            count = tl.where(at_upper >= k, at_upper, tl.where(at_middle >= k, at_middle, at_lower))
     return _value(reached.to(tl.int32))
 
 
@@ -244,7 +244,7 @@ def _listed(
     VOCAB_SIZE: tl.constexpr, MAX_GROUPS: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens have a logit ≥ low; the first CAPACITY of them go to the list, by id."""
+    """How many tokens have a logit ≥ low, or some number above CAPACITY; those tokens make the list, by id."""
     groups = tl.arange(0, MAX_GROUPS)
     highest = tl.load(group_max_ptr + groups, mask=groups < num_groups, other=-INF)
     is_open = (highest >= low) & (highest > -INF)
@@ -253,7 +253,7 @@ def _listed(
     tl.debug_barrier()  # what one thread wrote, others read
     num = 0
     start = 0
-    while start < num_open:
+    while (start < num_open) & (num <= CAPACITY):
         place = start + tl.arange(0, TILE // GROUP)
         group = tl.load(groups_ptr + place, mask=place < num_open, other=num_groups)
         ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -276,44 +276,73 @@ def _mass(source_ptr, step, num, rate, top, low, low_gap, above, TILE: tl.conste
     """Σ e^gap over the kept tokens whose logit is above `above`, and how many they are."""
     mass = tl.zeros([TILE], tl.float32)
     count = tl.zeros([TILE], tl.int32)
-    start = 0
-    while start < num:
+    for start in range(0, num, TILE):
         index = start + tl.arange(0, TILE)
         logit = tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF)
         gap = (logit - top) * rate
         is_in = (logit > above) & (logit >= low) & (gap >= low_gap)
         mass += tl.where(is_in, tl.exp(gap), 0.0)
         count += is_in.to(tl.int32)
-        start += TILE
     return tl.sum(mass, 0), tl.sum(count, 0)
 
 
 @triton.jit
 def _drawn(
-    source_ptr, step, num, ids_ptr, is_listed, rate, top, low, low_gap, above, key,
-    FAST: tl.constexpr, TILE: tl.constexpr,
+    source_ptr, step, num, ids_ptr, rate, top, low, low_gap, above, key,
+    IS_LIST: tl.constexpr, FAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The draw among the kept tokens whose logit is above `above`: its id and its logit."""
     best = tl.full([TILE], -INF, tl.float32)
     best_index = tl.arange(0, TILE)
-    start = 0
-    while start < num:
+    for start in range(0, num, TILE):
         index = start + tl.arange(0, TILE)
         logit = tl.load(source_ptr + index.to(tl.int64) * step, mask=index < num, other=-INF)
-        listed_ids = tl.load(ids_ptr + index, mask=is_listed & (index < num), other=0)
+        ids = index
+        if IS_LIST:
+            ids = tl.load(ids_ptr + index, mask=index < num, other=0)
         gap = (logit - top) * rate
         is_in = (logit > above) & (logit >= low) & (gap >= low_gap)
-        score = tl.where(is_in, gap + _gumbel(tl.where(is_listed, listed_ids, index), key, FAST), -INF)
+        score = tl.where(is_in, gap + _gumbel(ids, key, FAST), -INF)
         best_index = tl.where(score > best, index, best_index)
         best = tl.maximum(best, score)
-        start += TILE
     # Of equal scores the lowest place, and so the lowest id.
     place = tl.min(tl.where(best == tl.max(best, 0), best_index, 0x7FFFFFFF), 0)
     place = tl.minimum(place, num - 1)
     token_id = place
-    if is_listed:
+    if IS_LIST:
         token_id = tl.load(ids_ptr + place)
     return token_id, tl.load(source_ptr + place.to(tl.int64) * step)
+
+
+@triton.jit
+def _chosen(
+    token_id, drawn_logit, source_ptr, step, num, num_in, ids_ptr, rate, key, top, exp_sum, low, low_gap,
+    top_k, top_p, is_narrowed, IS_LIST: tl.constexpr, FAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Steps 2 and 3 over a list or a row. num_in: how many of its num tokens reach low, at most."""
+    lowest = tl.full([], float("-inf"), tl.float32)
+    if (top_k > 0) & (top_k < num_in):
+        low = _threshold(source_ptr, step, num, low, top, num_in, top_k.to(tl.int32), 0, TILE)
+    if (drawn_logit < low) | ((drawn_logit - top) * rate < low_gap):
+        token_id, drawn_logit = _drawn(
+            source_ptr, step, num, ids_ptr, rate, top, low, low_gap, lowest, key, IS_LIST, FAST, TILE
+        )
+    if top_p < 1.0:
+        total = exp_sum
+        if is_narrowed:
+            total, _ = _mass(source_ptr, step, num, rate, top, low, low_gap, lowest, TILE)
+        is_settled = False
+        while not is_settled:
+            mass, count = _mass(source_ptr, step, num, rate, top, low, low_gap, drawn_logit, TILE)
+            is_settled = (count == 0) | (mass < top_p * total)
+            if not is_settled:
+                next_id, next_logit = _drawn(
+                    source_ptr, step, num, ids_ptr, rate, top, low, low_gap, drawn_logit, key, IS_LIST, FAST, TILE
+                )
+                is_settled = not (next_logit > drawn_logit)  # always it is; were it not, this would go on for ever
+                token_id = next_id
+                drawn_logit = next_logit
+    return token_id
 
 
 @triton.jit
@@ -321,7 +350,7 @@ def _filtered(
     token_id, drawn_logit, row_ptr, step, temperature, key, top, exp_sum, top_k, top_p, min_p,
     group_max_ptr, num_groups, groups_ptr, list_ptr, list_ids_ptr,
     VOCAB_SIZE: tl.constexpr, MAX_GROUPS: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
-    TILE: tl.constexpr, FAST: tl.constexpr,
+    LIST_TILE: tl.constexpr, ROW_TILE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The token of a filtered row, given the one of the open draw. top: the highest logit."""
     rate = _rate(temperature)
@@ -333,48 +362,28 @@ def _filtered(
         low_gap = tl.minimum(tl.log(min_p), 0.0)  # the most likely token always stays
         low = top + low_gap / rate - 1e-6 * (tl.abs(top) - low_gap / rate)
     if (top_k > 0) & (top_k <= num_groups):
+        groups = tl.arange(0, MAX_GROUPS)
+        least = tl.min(tl.load(group_max_ptr + groups, mask=groups < num_groups, other=INF), 0)
         k = top_k.to(tl.int32)
-        bound = _threshold(group_max_ptr, 1, num_groups, lowest, top, num_groups, k, 4 + k // 8, TILE)
+        bound = _threshold(group_max_ptr, 1, num_groups, least, top, num_groups, k, 4 + k // 8, LIST_TILE)
         low = tl.maximum(low, bound)
     list_low = low
     if not is_narrowed:
         list_low = _value(_order(drawn_logit) + 1)
     num = _listed(
         row_ptr, step, group_max_ptr, num_groups, list_low, groups_ptr, list_ptr, list_ids_ptr,
-        VOCAB_SIZE, MAX_GROUPS, GROUP, CAPACITY, TILE,
+        VOCAB_SIZE, MAX_GROUPS, GROUP, CAPACITY, LIST_TILE,
     )  # fmt: skip
-    num_in = num
-    is_listed = num <= CAPACITY
-    zero = tl.full([], 0, tl.int32)  # makes tensors of arguments that the compiler took for constants
-    source_ptr = list_ptr
-    source_step = zero + 1
-    if not is_listed:
-        source_ptr = row_ptr
-        source_step = zero + step
-        num = zero + VOCAB_SIZE
-    if (top_k > 0) & (top_k < num_in):
-        low = _threshold(source_ptr, source_step, num, low, top, num_in, top_k.to(tl.int32), 0, TILE)
-
-    if (drawn_logit < low) | ((drawn_logit - top) * rate < low_gap):
-        token_id, drawn_logit = _drawn(
-            source_ptr, source_step, num, list_ids_ptr, is_listed, rate, top, low, low_gap, lowest, key, FAST, TILE
-        )
-    if top_p < 1.0:
-        total = exp_sum
-        if is_narrowed:
-            total, _ = _mass(source_ptr, source_step, num, rate, top, low, low_gap, lowest, TILE)
-        is_settled = False
-        while not is_settled:
-            mass, count = _mass(source_ptr, source_step, num, rate, top, low, low_gap, drawn_logit, TILE)
-            is_settled = (count == 0) | (mass < top_p * total)
-            if not is_settled:
-                next_id, next_logit = _drawn(
-                    source_ptr, source_step, num, list_ids_ptr, is_listed, rate, top, low, low_gap, drawn_logit, key,
-                    FAST, TILE,
-                )  # fmt: skip
-                is_settled = not (next_logit > drawn_logit)  # always it is; were it not, this would go on for ever
-                token_id = next_id
-                drawn_logit = next_logit
+    if num <= CAPACITY:
+        token_id = _chosen(
+            token_id, drawn_logit, list_ptr, 1, num, num, list_ids_ptr, rate, key, top, exp_sum, low, low_gap,
+            top_k, top_p, is_narrowed, True, FAST, LIST_TILE,
+        )  # fmt: skip
+    else:
+        token_id = _chosen(
+            token_id, drawn_logit, row_ptr, step, VOCAB_SIZE, VOCAB_SIZE, list_ids_ptr, rate, key, top, exp_sum, low,
+            low_gap, top_k, top_p, is_narrowed, False, FAST, ROW_TILE,
+        )  # fmt: skip
     return token_id
 
 
@@ -384,8 +393,8 @@ def settle(
     temperature_ptr, seed_ptr, position_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     facts_ptr, best_ids_ptr, group_max_ptr, groups_ptr, list_ptr, list_ids_ptr, token_ids_ptr, is_faulty_ptr,
     VOCAB_SIZE: tl.constexpr, GREEDY_BELOW: tl.constexpr, MAX_BLOCKS: tl.constexpr, MAX_GROUPS: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS_A_BLOCK: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
-    HAS_FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS_A_BLOCK: tl.constexpr, CAPACITY: tl.constexpr, LIST_TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr, HAS_FILTERS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row). logits_ptr: the edited logits where rows have edits."""
     row, num_rows = tl.program_id(0), tl.num_programs(0)
@@ -417,7 +426,7 @@ def settle(
                 tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row),
                 group_max_ptr + row * num_groups, num_groups, groups_ptr + row * num_groups,
                 list_ptr + row * CAPACITY, list_ids_ptr + row * CAPACITY,
-                VOCAB_SIZE, MAX_GROUPS, GROUP, CAPACITY, TILE, FAST,
+                VOCAB_SIZE, MAX_GROUPS, GROUP, CAPACITY, LIST_TILE, ROW_TILE, FAST,
             )  # fmt: skip
     tl.store(token_ids_ptr + row, tl.where(is_faulty, 0, token_id).to(tl.int64))
     tl.store(is_faulty_ptr + row, is_faulty)

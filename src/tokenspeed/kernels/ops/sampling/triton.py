@@ -19,15 +19,19 @@ BLOCK = 2048
 """Tokens that a program of the first launch reads."""
 GROUP = 128
 """Tokens of a group. A top-k above V / GROUP finds no bound among their maxima and reads the row again and again."""
-CAPACITY = 1 << 15
+CAPACITY = 1 << 13
 """Tokens in the list of a filtered row. It must not depend on the batch, lest a row's sums do."""
-TILE = 2048
-"""Tokens that the one program of a filtered row takes at once."""
+LIST_TILE = 1024
+"""Tokens of the list that the one program of a filtered row takes at once."""
+ROW_TILE = 4096
+"""The same of the row, where the list is too short."""
 ROWS_A_LAUNCH = 256
 """Bounds the memory in between: 8 · CAPACITY bytes a row, and a copy of the logits of rows with edits and filters."""
+MAX_VOCAB_SIZE = 1 << 20
+"""Tokens are counted in 20 bits."""
 NUM_FACTS = 4
 SURVEY_WARPS = 8
-SETTLE_WARPS = 16
+SETTLE_WARPS = 8
 
 
 def build(ctx: KernelContext) -> SampleFn:
@@ -38,6 +42,7 @@ def build(ctx: KernelContext) -> SampleFn:
 
     def sample(logits_SV: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         assert logits_SV.dtype is torch.float32, logits_SV.dtype
+        assert logits_SV.shape[1] < MAX_VOCAB_SIZE, logits_SV.shape
         num_rows = logits_SV.shape[0]
         token_ids_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
         is_faulty_S = torch.empty(num_rows, dtype=torch.bool, device=logits_SV.device)
@@ -105,7 +110,8 @@ class _Launch:
             GROUP=GROUP,
             GROUPS_A_BLOCK=BLOCK // GROUP,
             CAPACITY=CAPACITY,
-            TILE=TILE,
+            LIST_TILE=LIST_TILE,
+            ROW_TILE=ROW_TILE,
             HAS_FILTERS=has_filters,
             num_warps=SETTLE_WARPS if has_filters else 4,
             **draws,

@@ -34,7 +34,8 @@ class SamplerOutput:
 class Drawn:
     """The tokens of a step. told_2S: int64 on the device, token ids and whether rows are faulty; the first num_rows
     count. lost_S: rows that are faulty for reasons of the host. scored: some rows, and their log-probabilities.
-    on_read: called once, with what has come, before anybody sees it."""
+    on_read: called once, with what has come, before anybody sees it. is_known: the next step finds the tokens already.
+    """
 
     def __init__(
         self,
@@ -43,7 +44,10 @@ class Drawn:
         lost_S: BoolArray | None = None,
         scored: tuple[Sequence[int], ScoredTokens] | None = None,
         on_read: Callable[[SamplerOutput], None] | None = None,
+        *,
+        is_known: bool = False,
     ) -> None:
+        self.is_known = is_known
         self.told_2S = told_2S
         self._told = Download(told_2S)
         self._num_rows = num_rows

@@ -53,6 +53,8 @@ from tokenspeed.transfer import resolve as resolve_mover
 _log = logging.getLogger(__name__)
 _WARMUP_LEN = 64
 _MOVER = "host"
+_BEHIND_FORWARD = ("sampling", "logprobs")
+"""Ops that can run op by op behind a captured forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class _Parts:
     seats: Seats
     buffers: InputBuffers
     sampling: RankedSampler
+    prompt_scorer: PromptScorer
     mover: BlockMover
 
 
@@ -88,7 +91,7 @@ class ModelRunner:
         buffers = self._buffers = parts.buffers
         self._sampling = parts.sampling
         self._graphs: StepGraphs | None = None
-        self._prompt_scorer = PromptScorer(info.vocab_size)
+        self._prompt_scorer = parts.prompt_scorer
         self._is_spoilt = np.zeros(len(buffers.last_token), dtype=np.bool_)
         self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._own_stream = placement.own_stream(torch.device(info.device))
@@ -115,7 +118,7 @@ class ModelRunner:
         ctx = BuildContext(str(device), dtype, overrides, mesh, rank, deterministic=deterministic)
         model, model_type = _build(source, ctx, progress)
         forward = Forward(model, ctx, communicator)
-        sample = ctx.bind("sampling")
+        sample, logprobs = ctx.bind("sampling"), ctx.bind("logprobs")
         agree = _min_over_ranks(communicator)
         size = kv_cache.size_pool(config, model.kv_specs, model.max_model_len, ctx, agree)
         layers = kv_cache.allocate(size, model.kv_specs, ctx)
@@ -138,9 +141,10 @@ class ModelRunner:
             kernels=tuple(_binding(kernel) for kernel in ctx.bindings.values()),
         )
         buffers = InputBuffers(size, seats, layers, device)
-        sampler = Sampler(sample, seats.num_seats, model.vocab_size, device)
+        sampler = Sampler(sample, logprobs, seats.num_seats, model.vocab_size, device)
         sampling = RankedSampler(sampler, communicator, device)
-        runner = cls(info, _Parts(model, forward, seats, buffers, sampling, mover))
+        scorer = PromptScorer(logprobs, model.vocab_size)
+        runner = cls(info, _Parts(model, forward, seats, buffers, sampling, scorer, mover))
         if not isinstance(model, ScriptedModel):
             placement.wait_for(device)
             try:
@@ -237,16 +241,17 @@ class ModelRunner:
         prompt_logprobs: tuple[PromptLogprobs | None, ...] = (None,) * len(plan.rows)
         scores = self._prompt_scorer.has_work(inputs)
         size = None if scores or self._graphs is None else self._graphs.fitting(inputs)
-        drawn = None
+        prepared = None
         if scores:
             logits_SV, hidden_TD = self._forward.logits_and_hidden(buffers.step(inputs))
             prompt_logprobs = self._prompt_scorer.score(inputs, hidden_TD, self._forward.head)
         elif size is not None and self._graphs is not None:
-            logits_SV, drawn = self._graphs.launch(inputs, size, self._sampling.draw_columns(inputs.seats_S))
+            logits_SV = self._graphs.forward(inputs, size, self._sampling.draw_columns(inputs.seats_S))
+            prepared = self._graphs.sampling(size)
         else:
             logits_SV = self._forward.logits(buffers.step(inputs))
-        if drawn is None:
-            drawn = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S)
+        drawn = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S, prepared)
+        if not drawn.is_known:
             buffers.commit(inputs, drawn.token_ids_S)
         buffers.advance(inputs)
         is_spoilt_R = self._is_spoilt[inputs.seats_R]
@@ -262,7 +267,7 @@ class ModelRunner:
     def _prepare_graphs(self, config: EngineConfig, ctx: BuildContext, progress: ProgressFn | None) -> None:
         sample, decode_step = ctx.bindings["sampling"], self._whole_decode_step(ctx)
         sizes = step_sizes(config.scheduler.max_num_seqs, self.info.max_num_batched_tokens)
-        unfit = [name for name in ctx.uncapturable() if name != "sampling"]
+        unfit = [name for name in ctx.uncapturable() if name not in _BEHIND_FORWARD]
         if unfit:
             _log.info("steps are not captured as graphs: %s cannot be", ", ".join(unfit))
         captures = config.device.graphs and not unfit
@@ -270,6 +275,7 @@ class ModelRunner:
             self._forward,
             self._buffers,
             sample.call,
+            self._sampling.penalties,
             sizes,
             captures=captures,
             samples=sample.traits.graph_safe,

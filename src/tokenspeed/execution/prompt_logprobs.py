@@ -17,6 +17,7 @@ from tokenspeed.core.request import TokenLogprobs
 from tokenspeed.execution.input_buffers import StepInputs
 from tokenspeed.execution.logprobs import rows_per_chunk, token_logprobs
 from tokenspeed.execution.outputs import PromptLogprobs
+from tokenspeed.kernels.ops.logprobs import LogprobsFn
 
 ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -30,7 +31,8 @@ class _Prompt:
 class PromptScorer:
     """Prompts by seat, of the seats that asked for prompt log-probabilities."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, logprobs: LogprobsFn, vocab_size: int) -> None:
+        self._logprobs = logprobs
         self._rows_per_chunk = rows_per_chunk(vocab_size)
         self._prompts: dict[int, _Prompt] = {}
 
@@ -65,7 +67,7 @@ class PromptScorer:
                 targets = prompt.token_ids[context_len + done + 1 : context_len + stop + 1].astype("int64")
                 logits_NV = compute_logits(hidden_TD[start + done : start + stop])
                 targets_N = torch.from_numpy(targets).to(logits_NV.device)
-                entries.extend(token_logprobs(logits_NV, targets_N, [prompt.num_top] * len(targets)))
+                entries.extend(token_logprobs(self._logprobs, logits_NV, targets_N, [prompt.num_top] * len(targets)))
             if entries:
                 scores[row] = PromptLogprobs(0 if context_len == 0 else context_len + 1, tuple(entries))
         return tuple(scores)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenspeed.core.ipc import Vocabulary
 from tokenspeed.core.plan import Seating
 from tokenspeed.execution.drawn import Drawn
+from tokenspeed.execution.edits import DrawColumns, SampleStep
 from tokenspeed.execution.sampler import Sampler
 from tokenspeed.kernels.ops.collective import Communicator
 
@@ -23,7 +24,7 @@ class RankedSampler:
     """The sampler of the first rank; elsewhere what it said. communicator: None where there is one rank."""
 
     def __init__(self, sampler: Sampler, communicator: Communicator | None, device: torch.device) -> None:
-        self._sampler = sampler
+        self._sampler, self.penalties = sampler, sampler.penalties
         self._device = device
         self._is_first = communicator is None or communicator.rank == 0
         self._ranks = None if communicator is None else communicator.group([range(communicator.world_size)])
@@ -41,13 +42,16 @@ class RankedSampler:
         if self._is_first:
             self._sampler.seat(seating)
 
-    def draw_columns(self, seats_S: Int64Array) -> tuple[NDArray[np.generic], ...] | None:
-        """As Sampler.draw_columns, where one rank is all."""
-        return self._sampler.draw_columns(seats_S) if self._ranks is None else None
+    def draw_columns(self, seats_S: Int64Array) -> DrawColumns:
+        """As Sampler.draw_columns, on the first rank."""
+        return self._sampler.draw_columns(seats_S)
 
-    def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> Drawn:
-        """As Sampler.sample; log-probabilities are the first rank's alone."""
-        drawn = self._sampler.sample(logits_SV, seats_S, position_S) if self._is_first else None
+    def sample(
+        self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array, prepared: SampleStep | None = None
+    ) -> Drawn:
+        """As Sampler.sample; log-probabilities are the first rank's alone. prepared: where one rank is all."""
+        assert prepared is None or self._ranks is None, "several ranks sample op by op"
+        drawn = self._sampler.sample(logits_SV, seats_S, position_S, prepared) if self._is_first else None
         if self._ranks is None or len(seats_S) == 0:
             return drawn or Drawn(torch.zeros(2, 0, dtype=torch.int64, device=self._device), 0)
         told_2S = torch.zeros(2, len(seats_S), dtype=torch.int64, device=self._device)

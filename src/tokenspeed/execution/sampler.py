@@ -8,6 +8,7 @@ what its request is or when it ends. The maths is the op's.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import zlib
@@ -19,27 +20,21 @@ import torch
 from numpy.typing import NDArray
 
 from tokenspeed.core.plan import Int32Array, Seating
-from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution.constraints import Constraints, is_constrained
 from tokenspeed.execution.drawn import Drawn, SamplerOutput
+from tokenspeed.execution.edits import NO_ROW, DrawColumns, SampleStep, StepEdits
 from tokenspeed.execution.host_copies import uploaded
 from tokenspeed.execution.logprobs import ScoredTokens
+from tokenspeed.execution.penalties import PenaltyTables
 from tokenspeed.grammar import GrammarError, Vocabulary
-from tokenspeed.kernels.ops.sampling import (
-    GREEDY_BELOW,
-    Draws,
-    Edits,
-    Filters,
-    Masks,
-    Penalties,
-    SampleFn,
-    SamplingInputs,
-)
+from tokenspeed.kernels.ops.logprobs import LogprobsFn
+from tokenspeed.kernels.ops.sampling import GREEDY_BELOW, Draws, Filters, SampleFn, SamplingInputs
 
 _log = logging.getLogger("tokenspeed.execution")
 
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+_NO_IDS, _NO_VALUES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
 
 class Need(enum.IntFlag):
@@ -53,26 +48,28 @@ class Need(enum.IntFlag):
     LOGPROBS = 32
     FORCED = 64
     CONSTRAINT = 128
+    EDITED = PENALTY | BIAS | MIN_TOKENS | CONSTRAINT
 
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """The parts of a seat's state that most seats do without."""
+    """The parts of a seat's state that most seats do without. repeats: it has a repetition penalty."""
 
-    sampling: SamplingParams
+    repeats: bool
     end_ids: Int64Array
     bias_ids: Int64Array
     bias_values: NDArray[np.float32]
-    output_counts_V: torch.Tensor | None
-    prompt_mask_V: torch.Tensor | None
     forced_ids: Int32Array | None
 
 
 class Sampler:
     """Samples rows by seat."""
 
-    def __init__(self, sample: SampleFn, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self._sample = sample
+    def __init__(
+        self, sample: SampleFn, logprobs: LogprobsFn, max_num_seqs: int, vocab_size: int, device: torch.device
+    ) -> None:
+        self.penalties = PenaltyTables(max_num_seqs, vocab_size, device)
+        self._sample, self._logprobs = sample, logprobs
         self._vocab_size = vocab_size
         self._device = device
         self._needs = np.zeros(max_num_seqs, dtype=np.int32)
@@ -113,37 +110,66 @@ class Sampler:
         self._seats[seat] = self._rare_state(seating)
         self._constraints.seat(seating)
 
-    def sample(self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array) -> Drawn:
-        """One token a row. position_S: the index that the token takes in its sequence."""
+    def sample(
+        self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array, prepared: SampleStep | None = None
+    ) -> Drawn:
+        """One token a row. position_S: the index that the token takes in its sequence. prepared: what samples these
+        logits by draw_columns(seats_S), where it can."""
         needs_S = self._needs[seats_S]
         needs = int(np.bitwise_or.reduce(needs_S, initial=0))
         lost_S = np.zeros(len(seats_S), dtype=np.bool_)
         if needs & Need.CONSTRAINT:
             self._settle()
-        inputs = SamplingInputs() if needs == 0 else self._inputs(needs_S, seats_S, position_S, lost_S)
-        sampled = self._sample(logits_SV, inputs)
-        token_ids_S = sampled.token_ids_S
-        if needs & Need.FORCED:
-            token_ids_S = self._forced(token_ids_S, needs_S, seats_S, position_S)
-        if needs & Need.PENALTY:
-            self._count(token_ids_S, sampled.is_faulty_S, needs_S, seats_S)
+        edits = self._edits(needs_S, seats_S, position_S, lost_S) if needs & Need.EDITED else None
+        told_2S = None if prepared is None or needs & Need.FORCED else prepared(edits)
+        is_known = told_2S is not None
+        if told_2S is None:
+            told_2S = self._sampled(logits_SV, edits, needs_S, seats_S, position_S)
+        elif not told_2S.is_cuda:
+            told_2S = told_2S.clone()  # the next step writes there
+        token_ids_S = told_2S[0, : len(seats_S)]
         scored = self._scored(logits_SV, token_ids_S, needs_S, seats_S) if needs & Need.LOGPROBS else None
-        told_2S = torch.stack([token_ids_S, sampled.is_faulty_S.to(torch.int64)])
         if not needs & Need.CONSTRAINT:
-            return Drawn(told_2S, len(seats_S), None, scored)
+            return Drawn(told_2S, len(seats_S), None, scored, is_known=is_known)
         rows = np.flatnonzero(needs_S & Need.CONSTRAINT)
-        drawn = Drawn(told_2S, len(seats_S), lost_S, scored, self._follows(rows, seats_S))
+        follow = self._follows(rows, seats_S)
+        drawn = Drawn(told_2S, len(seats_S), lost_S, scored, on_read=follow, is_known=is_known)
         self._unread.append(drawn)
         if not logits_SV.is_cuda:
             self._settle()  # nothing to wait for, and the next mask is made meanwhile
         return drawn
 
-    def draw_columns(self, seats_S: Int64Array) -> tuple[NDArray[np.generic], ...] | None:
-        """Temperature, seed, top-k, top-p and min-p of each row, where none needs more than a draw; else None."""
-        if np.bitwise_or.reduce(self._needs[seats_S], initial=0) & ~(Need.DRAW | Need.FILTER):
-            return None
-        columns = (self._temperature, self._seed, self._top_k, self._top_p, self._min_p)
-        return tuple(column[seats_S] for column in columns)
+    def draw_columns(self, seats_S: Int64Array) -> DrawColumns:
+        """How each row is drawn."""
+        return DrawColumns(
+            self._temperature[seats_S],
+            self._seed[seats_S],
+            self._top_k[seats_S],
+            self._top_p[seats_S],
+            self._min_p[seats_S],
+        )
+
+    def _sampled(
+        self,
+        logits_SV: torch.Tensor,
+        edits: StepEdits | None,
+        needs_S: NDArray[np.int32],
+        seats_S: Int64Array,
+        position_S: Int64Array,
+    ) -> torch.Tensor:
+        """(2, S) tokens and faults, op by op."""
+        needs = int(np.bitwise_or.reduce(needs_S, initial=0))
+        inputs = SamplingInputs() if edits is None else edits.inputs(self.penalties, self._device)
+        if needs & Need.DRAW:
+            draws = self._draws(bool(needs & Need.FILTER), seats_S, position_S)
+            inputs = dataclasses.replace(inputs, draws=draws)
+        sampled = self._sample(logits_SV, inputs)
+        token_ids_S = sampled.token_ids_S
+        if needs & Need.FORCED:
+            token_ids_S = self._forced(token_ids_S, needs_S, seats_S, position_S)
+        if edits is not None and needs & Need.PENALTY:
+            self.penalties.count(token_ids_S, sampled.is_faulty_S, self._tensor(edits.counted_seats_S))
+        return torch.stack([token_ids_S, sampled.is_faulty_S.to(torch.int64)])
 
     def _settle(self) -> None:
         """Let grammars have the tokens of all steps so far."""
@@ -163,47 +189,43 @@ class Sampler:
         needs = _needs_of(seating)
         if not needs & (Need.PENALTY | Need.BIAS | Need.MIN_TOKENS | Need.FORCED):
             return None
+        if needs & Need.PENALTY:
+            self.penalties.seat(seating)
         sampling = seating.sampling
         bias = [(token_id, value) for token_id, value in sampling.logit_bias if 0 <= token_id < self._vocab_size]
-        prompt_ids, output_ids = np.split(seating.token_ids.astype(np.int64), [seating.prompt_len])
-        counts_V = prompt_mask_V = None
-        if needs & Need.PENALTY:
-            counts_V = torch.from_numpy(np.bincount(output_ids, minlength=self._vocab_size).astype(np.int32))
-            counts_V = counts_V.to(self._device)
-        if sampling.repetition_penalty != 1.0:
-            prompt_mask_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            prompt_mask_V[torch.from_numpy(prompt_ids).to(self._device)] = True
         return _Seat(
-            sampling,
+            sampling.repetition_penalty != 1.0,
             np.array([token_id for token_id in seating.end_token_ids if token_id < self._vocab_size], dtype=np.int64),
             np.array([token_id for token_id, _ in bias], dtype=np.int64),
             np.array([value for _, value in bias], dtype=np.float32),
-            counts_V,
-            prompt_mask_V,
             None if seating.forced_token_ids is None else seating.forced_token_ids.copy(),
         )
 
-    def _inputs(
+    def _edits(
         self, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array, lost_S: BoolArray
-    ) -> SamplingInputs:
+    ) -> StepEdits:
         """lost_S: set where a grammar can no longer be followed."""
-        needs = int(np.bitwise_or.reduce(needs_S))
-        draws = penalties = edits = masks = None
         is_early_S = (position_S < self._min_len[seats_S]) & ((needs_S & Need.MIN_TOKENS) != 0)
-        if needs & Need.CONSTRAINT:
-            masks = self._masks(needs_S, seats_S, is_early_S, lost_S)
-        if needs & Need.DRAW:
-            draws = self._draws(bool(needs & Need.FILTER), seats_S, position_S)
-        if needs & Need.PENALTY:
-            penalties = self._penalties(np.flatnonzero(needs_S & Need.PENALTY), seats_S)
-        if needs & (Need.BIAS | Need.MIN_TOKENS):
-            edits = self._edits(needs_S, seats_S, is_early_S)
-        return SamplingInputs(draws, penalties, edits, masks)
+        mask_rows_G, masks = self._masks(needs_S, seats_S, is_early_S, lost_S)
+        penalised_P = np.flatnonzero(needs_S & Need.PENALTY)
+        penalty_rows_P, counted_seats_S = None, np.full(len(seats_S), self.penalties.nobody)
+        if len(penalised_P):
+            penalty_rows_P = np.full(self.penalties.nobody + 1, NO_ROW)
+            penalty_rows_P[seats_S[penalised_P]] = penalised_P
+            counted_seats_S[penalised_P] = seats_S[penalised_P]
+        return StepEdits(
+            penalty_rows_P,
+            counted_seats_S,
+            any(self._seat_of(seat).repeats for seat in seats_S[penalised_P].tolist()),
+            *self._values(needs_S, seats_S, is_early_S),
+            mask_rows_G,
+            masks,
+        )
 
     def _masks(
         self, needs_S: NDArray[np.int32], seats_S: Int64Array, is_early_S: BoolArray, lost_S: BoolArray
-    ) -> Masks | None:
-        """What the rows may take. Where only an end may come it comes, even early: is_early_S is cleared there."""
+    ) -> tuple[Int64Array, tuple[Int32Array, ...]]:
+        """Rows, and what each may take. Where only an end may come it comes, even early: is_early_S is cleared."""
         rows: list[int] = []
         bits: list[Int32Array] = []
         for row in np.flatnonzero(needs_S & Need.CONSTRAINT).tolist():
@@ -220,9 +242,7 @@ class Sampler:
             if step.mask is not None:
                 rows.append(row)
                 bits.append(step.mask)
-        if not rows:
-            return None
-        return Masks(self._tensor(np.array(rows)), self._tensor(np.stack(bits)))
+        return np.array(rows, dtype=np.int64), tuple(bits)
 
     def _draws(self, has_filter: bool, seats_S: Int64Array, position_S: Int64Array) -> Draws:
         filters = None
@@ -235,33 +255,12 @@ class Sampler:
             filters,
         )
 
-    def _penalties(self, rows_P: Int64Array, seats_S: Int64Array) -> Penalties:
-        seats = [self._seat_of(int(seats_S[row])) for row in rows_P]
-        params = np.array(
-            [
-                (seat.sampling.presence_penalty, seat.sampling.frequency_penalty, seat.sampling.repetition_penalty)
-                for seat in seats
-            ],
-            dtype=np.float32,
-        )
-        counts = [seat.output_counts_V for seat in seats if seat.output_counts_V is not None]
-        assert len(counts) == len(seats), "a seat with penalties has no counts"
-        prompt_mask_PV = None
-        if any(seat.prompt_mask_V is not None for seat in seats):
-            nothing_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            prompt_mask_PV = torch.stack(
-                [nothing_V if seat.prompt_mask_V is None else seat.prompt_mask_V for seat in seats]
-            )
-        presence_P, frequency_P, repetition_P = (self._tensor(column) for column in np.ascontiguousarray(params.T))
-        return Penalties(
-            self._tensor(rows_P), torch.stack(counts), prompt_mask_PV, presence_P, frequency_P, repetition_P
-        )
-
-    def _edits(self, needs_S: NDArray[np.int32], seats_S: Int64Array, is_early_S: BoolArray) -> Edits | None:
+    def _values(
+        self, needs_S: NDArray[np.int32], seats_S: Int64Array, is_early_S: BoolArray
+    ) -> tuple[Int64Array, Int64Array, NDArray[np.float32]]:
+        """Rows, token ids and what is added to their logits."""
         has_bias_S = (needs_S & Need.BIAS) != 0
-        rows: list[Int64Array] = []
-        ids: list[Int64Array] = []
-        values: list[NDArray[np.float32]] = []
+        rows, ids, values = [_NO_IDS], [_NO_IDS], [_NO_VALUES]
         for row in np.flatnonzero(is_early_S | has_bias_S):
             seat = self._seat_of(int(seats_S[row]))
             if has_bias_S[row]:
@@ -272,9 +271,7 @@ class Sampler:
                 ids.append(seat.end_ids)
                 values.append(np.full(len(seat.end_ids), -np.inf, dtype=np.float32))
                 rows.append(np.full(len(seat.end_ids), row))
-        if not rows:
-            return None
-        return Edits(*(self._tensor(np.concatenate(parts)) for parts in (rows, ids, values)))
+        return np.concatenate(rows), np.concatenate(ids), np.concatenate(values)
 
     def _forced(
         self, token_ids_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array, position_S: Int64Array
@@ -289,22 +286,15 @@ class Sampler:
         wanted = self._tensor(wanted_S)
         return torch.where(wanted < 0, token_ids_S, wanted)
 
-    def _count(
-        self, token_ids_S: torch.Tensor, is_faulty_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array
-    ) -> None:
-        times_S = 1 - is_faulty_S.to(torch.int32)
-        for row in np.flatnonzero(needs_S & Need.PENALTY).tolist():
-            counts_V = self._seat_of(int(seats_S[row])).output_counts_V
-            assert counts_V is not None, f"seat {seats_S[row]} has penalties but no counts"
-            counts_V.index_add_(0, token_ids_S[row : row + 1], times_S[row : row + 1])
-
     def _scored(
         self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array
     ) -> tuple[list[int], ScoredTokens]:
         rows_N = np.flatnonzero(needs_S & Need.LOGPROBS)
-        rows = self._tensor(rows_N)
         num_top_N = self._num_top[seats_S[rows_N]].tolist()
-        return rows_N.tolist(), ScoredTokens(logits_SV[rows], token_ids_S[rows], num_top_N)
+        if len(rows_N) < len(seats_S):
+            rows = self._tensor(rows_N)
+            logits_SV, token_ids_S = logits_SV.index_select(0, rows), token_ids_S.index_select(0, rows)
+        return rows_N.tolist(), ScoredTokens(self._logprobs, logits_SV, token_ids_S, num_top_N)
 
     def _seat_of(self, seat: int) -> _Seat:
         state = self._seats[seat]

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tokenspeed.core.request import SamplingParams
+from tokenspeed.core.ipc import Vocabulary
+from tokenspeed.core.request import Grammar, SamplingParams
+from tokenspeed.execution.constraints import Constraints
 from tokenspeed.execution.cuda_graph import StepGraphs, StepSize, step_sizes
 from tokenspeed.execution.model_runner import ModelRunner
+from tokenspeed.grammar import Mask
 from tokenspeed.kernels.ops.decode_step import DenseModel
 from tokenspeed.kernels.ops.decode_step.reference import prepare
 from tokenspeed.kernels.registry import Reason
@@ -41,6 +44,7 @@ def prepared(
         runner._forward,
         runner._buffers,
         sampler._sample,
+        sampler.penalties,
         sizes,
         captures=False,
         samples=samples,
@@ -48,6 +52,90 @@ def prepared(
     )
     runner._on_thread(lambda: graphs.prepare(None))
     return graphs
+
+
+class EverySeventh:
+    """A grammar that allows each seventh token, others after each one; and its compiler."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
+
+    def compile(self, grammar: Grammar) -> EverySeventh:
+        return EverySeventh(int(grammar.source))
+
+    def fill(self, mask: Mask) -> None:
+        bits = np.zeros(len(mask) * 32, dtype=np.bool_)
+        bits[self._first % 7 :: 7] = True
+        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token_id: int) -> bool:
+        assert token_id % 7 == self._first % 7, (token_id, self._first)
+        self._first += 1
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        raise NotImplementedError
+
+    def copy(self) -> EverySeventh:
+        return EverySeventh(self._first)
+
+
+def with_grammars(loop: Any) -> Any:
+    """The same loop, whose grammars are of the kind above."""
+    sampler = loop.runner._sampling._sampler
+    sampler._constraints.close()
+    sampler._constraints = Constraints(8, 97, backend=lambda _name, _vocabulary: EverySeventh())
+    sampler.know(Vocabulary((), (), (), ""))
+    return loop
+
+
+@pytest.mark.parametrize("overlap_depth", [0, 1])
+def test_prepared_steps_edit_logits_as_plain_ones_do(new_loop: NewLoop, tools: Any, overlap_depth: int) -> None:
+    """Masks, penalties, biases, bans of end tokens and log-probabilities, of some rows and of all."""
+    generator = np.random.default_rng(6)
+    kinds: list[dict[str, Any]] = [
+        GREEDY,
+        {**DRAWN, "frequency_penalty": 0.7, "logit_bias": ((4, 3.0), (9, -2.0))},
+        {**DRAWN, "grammar": Grammar("regex", "3")},
+        {**GREEDY, "repetition_penalty": 1.6, "logprobs": 3},
+        {**GREEDY, "grammar": Grammar("regex", "5"), "presence_penalty": 0.4, "logprobs": 0},
+        {**GREEDY, "min_tokens": 9, "logit_bias": tuple((token_id, 2.0) for token_id in range(0, 90, 3))},
+        {"temperature": 1.1, "logit_bias": tuple((token_id % 97, 0.01) for token_id in range(300))},
+    ]
+    wishes = [
+        tools.Wish(
+            generator.integers(0, 95, 30 - 3 * index).tolist(),
+            5 if index == 6 else 18,
+            SamplingParams(seed=index, **kind),
+            end_token_ids=(96,),
+            arrives=2 * index,
+        )
+        for index, kind in enumerate(kinds)
+    ]
+    plain, loop = with_grammars(new_loop(overlap_depth=0)), with_grammars(new_loop(overlap_depth=overlap_depth))
+    loop.runner._graphs = graphs = prepared(loop.runner, 8, 512, samples=True)
+    used: list[bool | None] = []
+    sampling = graphs.sampling
+
+    def spy(size: StepSize) -> Any:
+        sample = sampling(size)
+        assert sample is not None
+
+        def sampled(edits: Any) -> Any:
+            told = sample(edits)
+            used.append(None if told is None else edits is not None)
+            return told
+
+        return sampled
+
+    graphs.sampling = spy  # type: ignore[method-assign]
+    for _ in range(2):  # again, in seats that others had
+        expected, found = plain.run(wishes), loop.run(wishes)
+        assert [request.token_ids for request in found] == [request.token_ids for request in expected]
+        assert [request.logprobs for request in found] == [request.logprobs for request in expected]
+        assert all(token_id % 7 == (3 + index) % 7 for index, token_id in enumerate(found[2].token_ids))
+    assert set(used) == {True, False, None}, "all of: edited, not edited, more values than there is room for"
+    assert used.count(True) > 2 * used.count(None)
 
 
 @pytest.mark.parametrize(("samples", "whole_steps"), [(True, False), (False, False), (True, True)])
@@ -75,13 +163,13 @@ def test_padded_steps_change_no_token(new_loop: NewLoop, tools: Any, samples: bo
         )
         loop.runner._graphs = graphs
         launched: list[StepSize] = []
-        launch = graphs.launch
+        forward = graphs.forward
 
-        def spy(inputs: Any, size: StepSize, columns: Any, launch: Any = launch, seen: Any = launched) -> Any:
+        def spy(inputs: Any, size: StepSize, columns: Any, forward: Any = forward, seen: Any = launched) -> Any:
             seen.append(size)
-            return launch(inputs, size, columns)
+            return forward(inputs, size, columns)
 
-        graphs.launch = spy  # type: ignore[method-assign]
+        graphs.forward = spy  # type: ignore[method-assign]
         found = loop.run(wishes)
         assert [request.token_ids for request in found] == [request.token_ids for request in expected], options
         assert [entry.token_id for entry in found[3].logprobs] == found[3].token_ids

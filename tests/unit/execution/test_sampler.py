@@ -19,6 +19,7 @@ from tokenspeed.kernels.registry import KernelContext, bind
 
 VOCAB = 40
 PROMPT = [1, 2, 3, 3, 30]
+LOGPROBS = bind("logprobs", KernelContext("cpu", torch.float32)).call
 
 
 class Recorder:
@@ -40,7 +41,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def sampler(recorder: Recorder) -> Sampler:
-    return Sampler(recorder, 6, VOCAB, torch.device("cpu"))
+    return Sampler(recorder, LOGPROBS, 6, VOCAB, torch.device("cpu"))
 
 
 def logits(num_rows: int, seed: int = 0) -> torch.Tensor:
@@ -175,13 +176,13 @@ def test_log_probabilities_are_finite_and_chunks_join(monkeypatch: pytest.Monkey
     values = logits(7)
     values[2, 3] = -math.inf
     tokens = torch.tensor([0, 1, 3, 5, 6, 7, 8])
-    wanted = [0, 1, 2, 3, 0, 50, 1]
-    whole = token_logprobs(values, tokens, wanted)
-    assert [len(entry.top) for entry in whole] == [0, 1, 2, 3, 0, VOCAB, 1]
+    wanted = [0, 1, 2, 3, 0, 20, 1]
+    whole = token_logprobs(LOGPROBS, values, tokens, wanted)
+    assert [len(entry.top) for entry in whole] == wanted
     assert whole[2].logprob == LOGPROB_MIN
     assert all(value >= LOGPROB_MIN for entry in whole for _, value in entry.top)
     monkeypatch.setattr("tokenspeed.execution.logprobs._CHUNK_VALUES", 2 * VOCAB)
-    assert token_logprobs(values, tokens, wanted) == whole
+    assert token_logprobs(LOGPROBS, values, tokens, wanted) == whole
 
 
 def test_a_faulty_row_is_neither_counted_nor_chosen(sampler: Sampler, tools: Any) -> None:

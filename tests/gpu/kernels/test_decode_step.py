@@ -14,7 +14,10 @@ from tokenspeed.kernels.ops.decode_step import DecodeBatch
 from tokenspeed.kernels.ops.decode_step.reference import prepare as reference
 from tokenspeed.kernels.registry import Reason
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 WIDE = {

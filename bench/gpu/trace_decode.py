@@ -106,9 +106,11 @@ async def traced(options: argparse.Namespace) -> tuple[Shares, float]:
         requests = [prompts.take(options.context) for _ in range(options.batch)]
         temperature = 0.0 if options.batch == 1 else 1.0
         await asyncio.gather(*(streams.run(prompt, 8, temperature) for prompt in requests))
+        with new_profiler():
+            torch.cuda.synchronize()  # the first trace of a process takes seconds to begin, in which a reply could end
         running = [asyncio.create_task(streams.run(prompt, options.tokens, temperature)) for prompt in requests]
         await asyncio.sleep(_WARM_S)
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        profiler = new_profiler()
         begin_s = time.perf_counter()
         profiler.start()
         await asyncio.sleep(options.milliseconds / 1e3)
@@ -121,6 +123,11 @@ async def traced(options: argparse.Namespace) -> tuple[Shares, float]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return shares_of(spans_in(path)), step_us(timings, begin_s)
+
+
+def new_profiler() -> torch.profiler.profile:
+    """Of kernels and copies, whichever thread launches them."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
 
 def step_us(timings: Sequence[Timing], until_s: float) -> float:

@@ -141,7 +141,7 @@ class RecordBook:
 
     def __init__(self, num_retained_max: int = NUM_RETAINED_MAX) -> None:
         self._by_id: dict[str, Record] = {}
-        self._by_key: dict[RequestKey, Record] = {}
+        self._by_index: list[Record | None] = []
         self._free_indices: list[int] = []
         self._generations: list[int] = []
         self._retained: dict[str, RequestKey] = {}
@@ -156,11 +156,12 @@ class RecordBook:
         if not self._free_indices:
             self._free_indices.append(len(self._generations))
             self._generations.append(0)
+            self._by_index.append(None)
         index = self._free_indices.pop()
         self._generations[index] += 1
         record = Record(request, RequestKey(index, self._generations[index]), handle)
         self._by_id[request.request_id] = record
-        self._by_key[record.key] = record
+        self._by_index[index] = record
         return record
 
     def find(self, request_id: str) -> Record | None:
@@ -169,12 +170,18 @@ class RecordBook:
 
     def peek(self, key: RequestKey) -> Record | None:
         """The live request of that key; None when it ended while its step was in flight."""
-        return self._by_key.get(key)
+        record = self._by_index[key.index]
+        return None if record is None or record.key.generation != key.generation else record
 
     def get(self, key: RequestKey) -> Record:
         """The live request of that key, which must be there."""
-        record = self._by_key.get(key)
-        assert record is not None, f"no live request has key {key}"
+        return self.at(key.index, key.generation)
+
+    def at(self, index: int, generation: int) -> Record:
+        """As get, by the parts of a key."""
+        record = self._by_index[index]
+        if record is None or record.key.generation != generation:
+            raise AssertionError(f"no live request has key {RequestKey(index, generation)}")
         return record
 
     def find_retained(self, request_id: str) -> RequestKey | None:
@@ -200,7 +207,8 @@ class RecordBook:
 
     def remove(self, key: RequestKey) -> Record:
         """Forget the request; its index may be used again."""
-        record = self._by_key.pop(key)
+        record = self.get(key)
+        self._by_index[key.index] = None
         del self._by_id[record.request.request_id]
         self._free_indices.append(key.index)
         return record

@@ -336,6 +336,8 @@ class EngineLoop:
         if output.result.fault:
             return
         for key, logprobs, prompt_logprobs in zip(step.keys, output.logprobs, output.prompt_logprobs, strict=True):
+            if logprobs is None and prompt_logprobs is None:
+                continue
             record = self._book.peek(key)
             if record is not None:
                 record.note_logprobs(logprobs, prompt_logprobs)
@@ -352,7 +354,7 @@ class EngineLoop:
         updates, start = [], 0
         for index, generation, num_tokens, finish, cached_len in events.rows.tolist():
             end = start + num_tokens
-            record = self._book.get(RequestKey(index, generation))
+            record = self._book.at(index, generation)
             new_ids = token_ids[start:end]
             start = end
             if record.add(new_ids, finish, cached_len):

@@ -28,6 +28,7 @@ from tokenspeed.spmd.placement import TokenTable
 from tokenspeed.spmd.step import StepInput
 
 Int64Array = NDArray[np.int64]
+_PREFILL, _DECODE = int(RowKind.PREFILL), int(RowKind.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,16 @@ class OwnRows:
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """A step as the host knows it: the rows of a plan, partition after partition. order_R: a row's place in the plan.
-    sampled_rows_S: indices into the rows. position_S: the index that a sampled token takes in its sequence. sources_T:
-    ids of the tokens; -1 - seat stands for the seat's last token, which only the device knows."""
+    seq_lens_R: tokens of the row with those of the step. sampled_rows_S: indices into the rows. position_S: the index
+    that a sampled token takes in its sequence. sources_T: ids of the tokens; -1 - seat stands for the seat's last
+    token, which only the device knows."""
 
     tokens_of_partitions: tuple[int, ...]
     order_R: Int64Array
     seats_R: Int64Array
     kinds_R: Int64Array
     context_lens_R: Int64Array
+    seq_lens_R: Int64Array
     query_start: Int64Array
     sampled_rows_S: Int64Array
     sources_T: Int64Array
@@ -69,10 +72,6 @@ class StepInputs:
     @property
     def seats_S(self) -> Int64Array:
         return self.seats_R[self.sampled_rows_S]
-
-    @property
-    def seq_lens_R(self) -> Int64Array:
-        return self.context_lens_R + np.diff(self.query_start)
 
     @property
     def position_S(self) -> Int64Array:
@@ -137,44 +136,53 @@ class InputBuffers:
             seats = plan.seated[:, 0]
             self._clear(seats[self.seats.is_own(seats)] - self.seats.first)
             self.seq_len[seats] = 0
-        delta = plan.page_delta[self.seats.is_own(plan.page_delta[:, 0])]
+        delta = plan.page_delta
+        if len(delta):
+            delta = delta[self.seats.is_own(delta[:, 0])]
         if len(delta):
             seats, groups, indices, pages = delta.T
             assert groups.max() < len(self._num_blocks), f"no cache group {groups.max()} of {len(self._num_blocks)}"
             assert ((pages > 0) | self._may_expire[groups]).all(), "page delta hands out the null page"
             assert (pages <= self._num_blocks[groups]).all(), (pages.max(), self._num_blocks)
             self._set(groups, seats - self.seats.first, indices, pages)
-        for group in np.unique(plan.copy[:, 0]).tolist():
+        for group in _groups_of(plan.copy):
             pairs = plan.copy[plan.copy[:, 0] == group]
             copy_pages(self._layers_of(group), self._tensor(pairs[:, 1]).long(), self._tensor(pairs[:, 2]).long())
-        for group in np.unique(plan.zero[:, 0]).tolist():
+        for group in _groups_of(plan.zero):
             pages = plan.zero[plan.zero[:, 0] == group, 1]
             zero_pages(self._layers_of(group), self._tensor(pages).long())
 
     def read(self, plan: StepPlan) -> StepInputs:
         """The step of this plan. Decode rows come first in each partition."""
         planned = plan.rows.astype(np.int64)
-        partition_R = planned[:, RowField.SEAT] // self.seats.each
-        order_R = np.argsort(partition_R, kind="stable")
-        rows, partition_R = planned[order_R], partition_R[order_R]
-        seats_R, kinds_R = rows[:, RowField.SEAT], rows[:, RowField.KIND]
-        query_lens_R = rows[:, RowField.QUERY_LEN]
-        assert not rows[:, RowField.DRAFT_LEN].any(), "this runner verifies no drafts"
-        context_lens_R = np.where(kinds_R == RowKind.DECODE, self.seq_len[seats_R], rows[:, RowField.CONTEXT_LEN])
-        num_partitions = self.seats.mesh.sizes.attention_dp
-        tokens_P = np.bincount(partition_R, weights=query_lens_R, minlength=num_partitions).astype(np.int64)
-        own = slice(*np.searchsorted(partition_R, (self.seats.partition, self.seats.partition + 1)).tolist())
+        order_R, tokens_of_partitions, own = self._partitions(planned)
+        seats_R, kinds_R, planned_lens_R, query_lens_R, draft_lens_R = planned[order_R].T
+        assert not draft_lens_R.any(), "this runner verifies no drafts"
+        context_lens_R = np.where(kinds_R == _DECODE, self.seq_len[seats_R], planned_lens_R)
+        seq_lens_R = context_lens_R + query_lens_R
         return StepInputs(
-            tuple(tokens_P.tolist()),
+            tokens_of_partitions,
             order_R,
             seats_R,
             kinds_R,
             context_lens_R,
+            seq_lens_R,
             _starts(query_lens_R),
-            np.flatnonzero(kinds_R != RowKind.PREFILL),
+            np.flatnonzero(kinds_R != _PREFILL),
             self._sources(plan, planned, order_R),
-            self._own(seats_R[own], context_lens_R[own], query_lens_R[own]),
+            self._own(seats_R[own], context_lens_R[own], seq_lens_R[own], query_lens_R[own]),
         )
+
+    def _partitions(self, planned: Int64Array) -> tuple[Int64Array, tuple[int, ...], slice]:
+        """The order of the rows, the tokens of each partition, and which rows are this rank's."""
+        num_partitions = self.seats.mesh.sizes.attention_dp
+        if num_partitions == 1:
+            return np.arange(len(planned)), (int(planned[:, RowField.QUERY_LEN].sum()),), slice(None)
+        partition_R = planned[:, RowField.SEAT] // self.seats.each
+        order_R = np.argsort(partition_R, kind="stable")
+        tokens_P = np.bincount(partition_R, weights=planned[:, RowField.QUERY_LEN], minlength=num_partitions)
+        own = np.searchsorted(partition_R[order_R], (self.seats.partition, self.seats.partition + 1))
+        return order_R, tuple(tokens_P.astype(np.int64).tolist()), slice(*own.tolist())
 
     def step(self, inputs: StepInputs) -> StepInput:
         """The step as a model takes it. On a GPU it has as many rows as there are seats, the rest of them empty, and
@@ -214,7 +222,7 @@ class InputBuffers:
 
     def _sources(self, plan: StepPlan, planned: Int64Array, order_R: Int64Array) -> Int64Array:
         """(T,) of all rows in the order of the step."""
-        is_decode_R = planned[:, RowField.KIND] == RowKind.DECODE
+        is_decode_R = planned[:, RowField.KIND] == _DECODE
         num_decodes = int(is_decode_R.sum())
         assert is_decode_R[:num_decodes].all(), "decode rows do not come first"
         sources_T = np.concatenate([-1 - planned[:num_decodes, RowField.SEAT], plan.token_ids])
@@ -227,17 +235,23 @@ class InputBuffers:
         places_T = np.arange(starts[-1]) + np.repeat(firsts_R - _starts(lens_R)[:-1], lens_R)
         return np.take(sources_T, places_T)
 
-    def _own(self, seats_R: Int64Array, context_lens_R: Int64Array, query_lens_R: Int64Array) -> OwnRows:
+    def _own(
+        self, seats_R: Int64Array, context_lens_R: Int64Array, seq_lens_R: Int64Array, query_lens_R: Int64Array
+    ) -> OwnRows:
         """The rows of this rank's partition."""
         query_start = _starts(query_lens_R)
         places_R = seats_R - self.seats.first
-        positions_T = np.arange(query_start[-1]) + np.repeat(context_lens_R - query_start[:-1], query_lens_R)
-        places_T, (block_index_T, offset_T) = np.repeat(places_R, query_lens_R), np.divmod(positions_T, self.block_size)
+        if (query_lens_R == 1).all():
+            positions_T, places_T = context_lens_R, places_R
+        else:
+            positions_T = np.arange(query_start[-1]) + np.repeat(context_lens_R - query_start[:-1], query_lens_R)
+            places_T = np.repeat(places_R, query_lens_R)
+        block_index_T, offset_T = np.divmod(positions_T, self.block_size)
         slots_GT = tuple(
             tables[places_T, block_index_T].astype(np.int64) * self.block_size + offset_T
             for tables in self._page_tables
         )
-        return OwnRows(places_R, query_start, context_lens_R + query_lens_R, positions_T, slots_GT)
+        return OwnRows(places_R, query_start, seq_lens_R, positions_T, slots_GT)
 
     def _clear(self, places: Int32Array) -> None:
         self._page_tables[:, places] = 0
@@ -259,6 +273,11 @@ class InputBuffers:
 
 def _padded(array: Int64Array, num: int, value: int) -> Int64Array:
     return np.concatenate([array, np.full(num, value, dtype=np.int64)]) if num else array
+
+
+def _groups_of(moves: Int32Array) -> list[int]:
+    """The cache groups of plan rows that begin with one."""
+    return sorted(set(moves[:, 0].tolist()))
 
 
 def _starts(lens: Int64Array) -> Int64Array:

@@ -6,6 +6,8 @@ likewise, mutated. K and V may have other heads and dimensions than each other, 
 tensor that do not overlap, as the two parts of a latent are. slots_T: (T,) int64, page * block_size + offset. Slots of
 live tokens are distinct; several tokens may name slots of the null page 0, whose content is unspecified afterwards.
 T = 0 does nothing.
+Pages are of the dtype of K and V, or float8_e4m3fn, which keeps what is beyond ±448 as ±448; solutions that write no
+such pages lack the feature "fp8_pages".
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
+FP8_PAGES = "fp8_pages"
+"""The feature that a solution needs where pages are float8_e4m3fn."""
 
 
 class KvWrite(Protocol):

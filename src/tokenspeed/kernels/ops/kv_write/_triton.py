@@ -9,6 +9,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def _kept(x, pages):
+    """x as the pages keep it. Their 8 bits know no infinity: what is beyond the largest number becomes that."""
+    if pages.dtype.element_ty == tl.float8e4nv:
+        wide = x.to(tl.float32)
+        wide = tl.where(wide > 448.0, 448.0, tl.where(wide < -448.0, -448.0, wide))  # NaN stays
+        return wide.to(tl.float8e4nv)
+    else:
+        return x.to(pages.dtype.element_ty)
+
+
+@triton.jit
 def _copy_heads(
     source,
     target,
@@ -25,7 +36,7 @@ def _copy_heads(
     mask_HK = (heads_H < num_heads)[:, None] & (dims_K < HEAD_DIM)[None, :]
     from_HK = source + heads_H[:, None] * source_head_stride + dims_K[None, :]
     to_HK = target + heads_H[:, None] * target_head_stride + dims_K[None, :]
-    tl.store(to_HK, tl.load(from_HK, mask=mask_HK), mask=mask_HK)
+    tl.store(to_HK, _kept(tl.load(from_HK, mask=mask_HK), target), mask=mask_HK)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Tolerance
+from tokenspeed.kernels.ops.kv_write import FP8_PAGES
 
 TOLERANCE = {torch.float32: Tolerance(0.0, 0.0), torch.bfloat16: Tolerance(0.0, 0.0)}
 
@@ -34,6 +35,10 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case("parts-of-a-latent", arguments, mutated=(2, 3))
     apart = (kv_TX[..., :17].contiguous(), *arguments[1:])
     yield Case("parts-from-two-places", apart, mutated=(2, 3))
+    loud_TGK = 900 * torch.randn(3, 2, 2, 16, generator=generator).to(dtype)
+    pages = torch.zeros(2, 4, 8, 2, 16).to(torch.float8_e4m3fn)
+    arguments = (loud_TGK[:, 0], loud_TGK[:, 1] / 1000, pages[0], pages[1], torch.tensor([9, 31, 8]))
+    yield Case("fp8-pages", arguments, mutated=(2, 3), features=frozenset({FP8_PAGES}))
 
 
 def cost(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Cost:

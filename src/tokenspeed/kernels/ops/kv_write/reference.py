@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from tokenspeed.kernels.ops.kv_write import FP8_PAGES
 from tokenspeed.kernels.registry import Band, Ok, Solution
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 def kv_write(
@@ -13,8 +16,22 @@ def kv_write(
 ) -> None:
     block_size = k_pages.shape[1]
     pages_T, offsets_T = slots_T // block_size, slots_T % block_size
-    k_pages[pages_T, offsets_T] = k_TGK.to(k_pages.dtype)
-    v_pages[pages_T, offsets_T] = v_TGK.to(v_pages.dtype)
+    for pages, x_TGK in ((k_pages, k_TGK), (v_pages, v_TGK)):
+        if pages.dtype is torch.float8_e4m3fn:
+            pages.view(torch.uint8)[pages_T, offsets_T] = _as_fp8(x_TGK).view(torch.uint8)
+        else:
+            pages[pages_T, offsets_T] = x_TGK
 
 
-SOLUTION = Solution("reference", Band.REFERENCE, lambda _ctx: Ok(), lambda _ctx: kv_write, batch_invariant=True)
+def _as_fp8(x_TGK: torch.Tensor) -> torch.Tensor:
+    return x_TGK.float().clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+SOLUTION = Solution(
+    "reference",
+    Band.REFERENCE,
+    lambda _ctx: Ok(),
+    lambda _ctx: kv_write,
+    batch_invariant=True,
+    features=frozenset({FP8_PAGES}),
+)

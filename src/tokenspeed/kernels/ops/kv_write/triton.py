@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenspeed.kernels.ops.kv_write import FP8_PAGES
 from tokenspeed.kernels.platform import has_dependent_launch, triton_on_cuda
 from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution
 
@@ -62,4 +63,12 @@ def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-SOLUTION = Solution("triton", Band.PERFORMANT, triton_on_cuda, build, graph_safe=True, batch_invariant=True)
+SOLUTION = Solution(
+    "triton",
+    Band.PERFORMANT,
+    triton_on_cuda,
+    build,
+    graph_safe=True,
+    batch_invariant=True,
+    features=frozenset({FP8_PAGES}),
+)

@@ -20,6 +20,17 @@ def _scaled(x_HI, weight, places_I, mask_I, scale_H, weight_offset):
 
 
 @triton.jit
+def _kept(x, pages):
+    """x as the pages keep it. Their 8 bits know no infinity: what is beyond the largest number becomes that."""
+    if pages.dtype.element_ty == tl.float8e4nv:
+        wide = x.to(tl.float32)
+        wide = tl.where(wide > 448.0, 448.0, tl.where(wide < -448.0, -448.0, wide))  # NaN stays
+        return wide.to(tl.float8e4nv)
+    else:
+        return x.to(pages.dtype.element_ty)
+
+
+@triton.jit
 def _turn_heads(
     source,
     target,
@@ -74,15 +85,15 @@ def _turn_heads(
         to_HI = target + heads_H[:, None] * target_head_stride
         dtype = first_HI.dtype
         turned_HI = (one_HI * cos_I[None, :] - two_HI * sin_I[None, :]).to(dtype)
-        tl.store(to_HI + firsts_I[None, :], turned_HI, mask=mask_HI)
+        tl.store(to_HI + firsts_I[None, :], _kept(turned_HI, target), mask=mask_HI)
         turned_HI = (two_HI * cos_I[None, :] + one_HI * sin_I[None, :]).to(dtype)
-        tl.store(to_HI + seconds_I[None, :], turned_HI, mask=mask_HI)
+        tl.store(to_HI + seconds_I[None, :], _kept(turned_HI, target), mask=mask_HI)
     if REST > 0:
         if HAS_NORM:
             rest_HI = _scaled(rest_HI, weight, rest_I, rest_I < HEAD_DIM, scale_H, weight_offset)
         if HAS_NORM or not IN_PLACE:
             to_rest_HI = target + heads_H[:, None] * target_head_stride + rest_I[None, :]
-            tl.store(to_rest_HI, rest_HI, mask=mask_rest_HI)
+            tl.store(to_rest_HI, _kept(rest_HI, target), mask=mask_rest_HI)
 
 
 @triton.jit
@@ -157,4 +168,5 @@ def turn_and_write(
             k + token * k_token_stride, k_to, k_norm, cos_sin, first_head, k_head_stride, k_page_head_stride, eps,
             weight_offset, KV_HEADS, HEAD_DIM, HALF, HEADS, PAIRS, REST, INTERLEAVED, HAS_NORM, False,
         )  # fmt: skip
-        tl.store(v_to + heads_H[:, None] * v_page_head_stride + dims_K[None, :], v_HK, mask=mask_HK)
+        v_to_HK = v_to + heads_H[:, None] * v_page_head_stride + dims_K[None, :]
+        tl.store(v_to_HK, _kept(v_HK, v_to), mask=mask_HK)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
+from tokenspeed.kernels.ops.rotary_kv_write import FP8_PAGES
 
 TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-5), torch.bfloat16: Tolerance(3.2e-2, 2e-2)}
 _NUM_POSITIONS = 3000
@@ -28,6 +29,9 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield _case("interleaved", sizes, dtype, generator, interleaved=True)
     yield _case("interleaved-part-offset", (3, 4, 2, 16, 6), dtype, generator, interleaved=True, eps=1e-5, offset=1.0)
     yield _case("heads-outside", sizes, dtype, generator, heads_outside=True, eps=1e-5, offset=1.0)
+    eps = 1e-5 if dtype is torch.float32 else None  # numbers of 16 bits too often lie halfway between two of 8
+    yield _in_fp8(_case("fp8-pages", sizes, dtype, generator, eps=eps, heads_outside=True))
+    yield _in_fp8(_case("fp8-pages-loud", (3, 4, 2, 20, None), dtype, generator), scale=900.0)
     apart = _case("apart", sizes, dtype, generator)
     q_THK, k_TGK, *others = apart.args
     assert isinstance(q_THK, torch.Tensor)
@@ -82,6 +86,13 @@ def _case(
     args = (q_THK, k_TGK, v_TGK, *pages)
     rows = tuple(_row(args, keywords, index) for index in range(min(num_live, 2)))
     return Case(name, args, keywords, mutated=(3, 4), scratch=(0, 1), rows=rows)
+
+
+def _in_fp8(case: Case, scale: float = 1.0) -> Case:
+    """The same with pages of 8 bits. scale: of what is written."""
+    q_THK, k_TGK, v_TGK, *pages = (tensor for tensor in case.args if isinstance(tensor, torch.Tensor))
+    args = (q_THK, k_TGK * scale, v_TGK * scale, *(each.to(torch.float8_e4m3fn) for each in pages))
+    return dataclasses.replace(case, args=args, rows=(), features=frozenset({FP8_PAGES}))
 
 
 def _row(args: tuple[torch.Tensor, ...], keywords: dict[str, object], index: int) -> Row:

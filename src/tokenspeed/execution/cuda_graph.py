@@ -25,8 +25,10 @@ from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.input_buffers import InputBuffers, StepInputs
 from tokenspeed.execution.penalties import PenaltyTables
 from tokenspeed.execution.staged_arrays import Section, StagedArrays
+from tokenspeed.kernels.compile_ahead import compiled_ahead
 from tokenspeed.kernels.ops.decode_step import DecodeBatch, DecodeStep
 from tokenspeed.kernels.ops.sampling import Draws, Filters, Sampled, SampleFn, SamplingInputs
+from tokenspeed.kernels.platform import num_cpus
 from tokenspeed.layers.decoder import TOKEN_IDS
 from tokenspeed.layers.forward_batch import ForwardBatch, GroupTables
 from tokenspeed.spmd.placement import TokenTable
@@ -135,8 +137,13 @@ class StepGraphs:
     def prepare(self, progress: ProgressFn | None) -> None:
         """Run and capture every size, the largest first, so that the smaller ones share its memory."""
         sizes = [*reversed(self._mixed), *reversed(self._decode)]
-        for done, size in enumerate(sizes):
-            self._steps[size] = self._prepared(size)
+        self._steps = {size: _PreparedStep(size, self._buffers) for size in sizes}
+        if self._captures:
+            with compiled_ahead(num_cpus()):
+                for step in self._steps.values():
+                    self._touch(step)
+        for done, step in enumerate(self._steps.values()):
+            self._prepare(step)
             if progress is not None:
                 progress("graphs", done + 1, len(sizes), "graphs")
 
@@ -174,9 +181,15 @@ class StepGraphs:
 
         return sampled
 
-    def _prepared(self, size: StepSize) -> _PreparedStep:
-        step = _PreparedStep(size, self._buffers)
+    def _touch(self, step: _PreparedStep) -> None:
+        """Call all that a step calls, where that computes nothing. Tokens that nobody computed may be any number."""
+        step.logits_SV = self._logits(step)
+        if self._samples:
+            self._sampled(step, SamplingInputs())
+            self._sampled(step, self._edits.inputs())
+        self._buffers.last_token.zero_()
 
+    def _prepare(self, step: _PreparedStep) -> None:
         def forward() -> None:
             step.logits_SV = self._logits(step)
 
@@ -190,7 +203,6 @@ class StepGraphs:
         if self._samples:
             step.sample = self._captured(sample)
             step.sample_edited = self._captured(sample_edited)
-        return step
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
         run()  # what a kernel sets up when it is first used cannot be captured

@@ -39,9 +39,10 @@ from tokenspeed.execution.ranked_sampler import RankedSampler
 from tokenspeed.execution.sampler import Sampler
 from tokenspeed.execution.scripted import ScriptedModel
 from tokenspeed.execution.weights import load_weights, num_parameters, require_memory
+from tokenspeed.kernels.compile_ahead import compiled_ahead
 from tokenspeed.kernels.ops.collective import Communicator
 from tokenspeed.kernels.ops.decode_step import DecodeStep, Prepare
-from tokenspeed.kernels.platform import set_num_threads
+from tokenspeed.kernels.platform import num_cpus, set_num_threads
 from tokenspeed.kernels.registry import BoundKernel, Reason
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.decoder import Decoder
@@ -115,7 +116,8 @@ class ModelRunner:
         dtype = placement.resolve_dtype(config.model.dtype, device, source.config)
         mesh, rank = _mesh(config, communicator), 0 if communicator is None else communicator.rank
         overrides, deterministic = dict(config.device.kernel_overrides), config.device.deterministic
-        ctx = BuildContext(str(device), dtype, overrides, mesh, rank, deterministic=deterministic)
+        kv_dtype = placement.resolve_kv_dtype(config.cache, device, dtype)
+        ctx = BuildContext(str(device), dtype, overrides, mesh, rank, kv_dtype=kv_dtype, deterministic=deterministic)
         model, model_type = _build(source, ctx, progress)
         forward = Forward(model, ctx, communicator)
         sample, logprobs = ctx.bind("sampling"), ctx.bind("logprobs")
@@ -148,6 +150,8 @@ class ModelRunner:
         if not isinstance(model, ScriptedModel):
             placement.wait_for(device)
             try:
+                if device.type == "cuda" and not _unfit_for_capture(ctx):
+                    runner._compile_ahead()
                 token_s = runner._warm_up(progress)
                 if device.type != "cpu" and mesh.num_ranks == 1:
                     runner._prepare_graphs(config, ctx, progress)
@@ -221,6 +225,8 @@ class ModelRunner:
 
     def _start_transfers(self, plan: StepPlan) -> None:
         """Those of this rank's partition; what others move is done as far as this rank goes."""
+        if not len(plan.load) and not len(plan.store):
+            return
         num_groups, partition = len(self.info.groups), self._seats.partition
         own = [rows[rows[:, 1] // num_groups == partition] for rows in (plan.load, plan.store)]
         leases = {int(lease) for rows in (plan.load, plan.store) for lease in rows[:, 0]}
@@ -267,7 +273,7 @@ class ModelRunner:
     def _prepare_graphs(self, config: EngineConfig, ctx: BuildContext, progress: ProgressFn | None) -> None:
         sample, decode_step = ctx.bindings["sampling"], self._whole_decode_step(ctx)
         sizes = step_sizes(config.scheduler.max_num_seqs, self.info.max_num_batched_tokens)
-        unfit = [name for name in ctx.uncapturable() if name not in _BEHIND_FORWARD]
+        unfit = _unfit_for_capture(ctx)
         if unfit:
             _log.info("steps are not captured as graphs: %s cannot be", ", ".join(unfit))
         captures = config.device.graphs and not unfit
@@ -283,14 +289,35 @@ class ModelRunner:
         )
         self._on_thread(lambda: graphs.prepare(progress))
         self._graphs = graphs
-        self._warm_large_steps()
+        for plan, seatings in self._large_steps():
+            self.launch(plan, seatings).wait()
 
-    def _warm_large_steps(self) -> None:
-        """Steps of more tokens than are prepared: a kernel is compiled anew where a number is a multiple of 16."""
+    def _compile_ahead(self) -> None:
+        """The kernels of steps that run op by op. Tokens that nobody computed may be any number."""
+
+        def act() -> None:
+            with compiled_ahead(num_cpus()):
+                for plan, seatings in (*self._small_steps(), *self._large_steps()):
+                    self._step(_Job(StepHandle(plan.step_id), plan, seatings))
+                    self._buffers.last_token.zero_()
+
+        self._on_thread(act)
+
+    def _small_steps(self) -> list[tuple[StepPlan, tuple[Seating, ...]]]:
+        """A prefill and a decode on the null page, and the prefill again."""
+        prompt = np.zeros(max(1, min(_WARMUP_LEN, self.info.max_model_len - 1)), dtype=np.int32)
+        prefill = _plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True)
+        decode = _plain_plan(1, RowKind.DECODE, prompt[:0], seated=False)
+        seatings = (_warm_seating(prompt),)
+        return [(prefill, seatings), (decode, ()), (dataclasses.replace(prefill, step_id=2), seatings)]
+
+    def _large_steps(self) -> list[tuple[StepPlan, tuple[Seating, ...]]]:
+        """Of more tokens than are prepared: a kernel is compiled anew where a number is a multiple of 16."""
         most = min(self.info.max_num_batched_tokens, self.info.max_model_len - 1) // 16 * 16
-        for length in (most, most - 1) if most > TOKENS_MAX + 1 else ():
-            prompt = np.zeros(length, dtype=np.int32)
-            self.launch(_plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True), (_warm_seating(prompt),)).wait()
+        prompts = [np.zeros(each, dtype=np.int32) for each in (most, most - 1)] if most > TOKENS_MAX + 1 else []
+        return [
+            (_plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True), (_warm_seating(prompt),)) for prompt in prompts
+        ]
 
     def _whole_decode_step(self, ctx: BuildContext) -> DecodeStep | None:
         """What computes a small decode step as one op, where that is asked for and there is such for this model."""
@@ -327,24 +354,21 @@ class ModelRunner:
     def _warm_up(self, progress: ProgressFn | None) -> float:
         """A prefill and a decode on the null page, so that the first request pays for no lazy set-up, and the prefill
         once more for its time: seconds a token."""
-        prompt_len = max(1, min(_WARMUP_LEN, self.info.max_model_len - 1))
-        prompt = np.zeros(prompt_len, dtype=np.int32)
-        seating = _warm_seating(prompt)
-        plans = (
-            _plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True),
-            _plain_plan(1, RowKind.DECODE, prompt[:0], seated=False),
-            _plain_plan(2, RowKind.PREFILL_LAST, prompt, seated=True),
-        )
-        took_s = 0.0
-        for done, plan in enumerate(plans):
+        took_s, steps = 0.0, self._small_steps()
+        for done, (plan, seatings) in enumerate(steps):
             started = time.monotonic()
-            result = self.launch(plan, (seating,) if len(plan.seated) else ()).wait().result
+            result = self.launch(plan, seatings).wait().result
             if result.row_faults.any():
                 raise CheckpointError("the model's weights give logits that are not finite; the checkpoint is damaged")
             took_s = time.monotonic() - started
             if progress is not None:
-                progress("warmup", done + 1, len(plans), "steps")
-        return took_s / prompt_len
+                progress("warmup", done + 1, len(steps), "steps")
+        return took_s / len(steps[-1][0].token_ids)
+
+
+def _unfit_for_capture(ctx: BuildContext) -> list[str]:
+    """The ops of a forward pass that cannot be captured."""
+    return [name for name in ctx.uncapturable() if name not in _BEHIND_FORWARD]
 
 
 def _build(source: ModelSource, ctx: BuildContext, progress: ProgressFn | None) -> tuple[CausalLM | ScriptedModel, str]:
@@ -401,18 +425,22 @@ def _output(
 ) -> StepOutput:
     """One token for each sampled row that is not faulty; a seat that an earlier failed step left behind is. Rows are
     put back into the order of the plan."""
-    is_faulty_R = is_spoilt_R.copy()
-    is_faulty_R[inputs.sampled_rows_S] |= sampled.is_faulty_S
-    rows = inputs.sampled_rows_S.tolist()
-    tokens = {row: sampled.token_ids_S[place] for place, row in enumerate(rows) if not is_faulty_R[row]}
-    entries = dict(zip(rows, sampled.logprobs, strict=True)) if sampled.logprobs is not None else {}
-    rows_in_plan = np.argsort(inputs.order_R).tolist()
-    offsets = np.zeros(len(rows_in_plan) + 1, dtype=np.int32)
-    np.cumsum([row in tokens for row in rows_in_plan], out=offsets[1:])
-    token_ids = np.array([tokens[row] for row in rows_in_plan if row in tokens], dtype=np.int32)
-    result = StepResult(step_id, offsets, token_ids, is_faulty_R[rows_in_plan].astype(np.int32))
-    logprobs = tuple(_entry(entries.get(row)) if row in tokens else None for row in rows_in_plan)
-    return StepOutput(result, logprobs, tuple(prompt_logprobs[row] for row in rows_in_plan))
+    rows_S, is_faulty_R = inputs.sampled_rows_S, is_spoilt_R.copy()
+    is_faulty_R[rows_S] |= sampled.is_faulty_S
+    tokens_R, is_told_R = np.zeros(len(is_faulty_R), dtype=np.int32), np.zeros(len(is_faulty_R), dtype=np.bool_)
+    tokens_R[rows_S], is_told_R[rows_S] = sampled.token_ids_S, True
+    is_told_R &= ~is_faulty_R
+    rows_in_plan = np.argsort(inputs.order_R)
+    is_told = is_told_R[rows_in_plan]
+    offsets = np.zeros(len(is_told) + 1, dtype=np.int32)
+    np.cumsum(is_told, out=offsets[1:])
+    token_ids, row_faults = tokens_R[rows_in_plan][is_told], is_faulty_R[rows_in_plan].astype(np.int32)
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = (None,) * len(is_told)
+    if sampled.logprobs is not None:
+        entries = dict(zip(rows_S.tolist(), sampled.logprobs, strict=True))
+        logprobs = tuple(_entry(entries.get(row)) if is_told_R[row] else None for row in rows_in_plan.tolist())
+    result = StepResult(step_id, offsets, token_ids, row_faults)
+    return StepOutput(result, logprobs, tuple(prompt_logprobs[row] for row in rows_in_plan.tolist()))
 
 
 def _entry(logprobs: TokenLogprobs | None) -> tuple[TokenLogprobs, ...] | None:

@@ -8,6 +8,7 @@ query_start and seq_lens_R on the device, so a captured launch stays good while 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution
 LOG2E = 1.4426950408889634
 FEW = 64
 """Queries x heads of a K/V head up to which one launch serves rows of every query length."""
+EXTEND_M = 64
+"""Queries x heads of a tile of long rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,16 @@ class Call:
         return min(tiles, num_tokens) if self.group <= m else tiles
 
 
+LongRows = Callable[[Call, tuple[int, int]], bool]
+"""What attends rows of (shortest, longest) queries; whether the next launch may begin before its end."""
+
+
 def build(ctx: KernelContext) -> Kernel:
-    device = torch.device(ctx.device)
+    return attention(ctx, long_rows)
+
+
+def attention(ctx: KernelContext, long_rows: LongRows) -> Kernel:
+    """The op, with what attends rows of more than a few queries."""
     pdl = has_dependent_launch(ctx.device)
 
     def paged_attention(
@@ -97,21 +108,29 @@ def build(ctx: KernelContext) -> Kernel:
             return torch.zeros(q_THK.shape, dtype=q_THK.dtype, device=q_THK.device)
         tables = (query_start, seq_lens_R, block_tables_RB)
         call = call_of((q_THK, k_pages, v_pages), tables, sinks_H, (scale, window, soft_cap), pdl=pdl)
-        longest = min(num_tokens, max_query_len or num_tokens)
-        if longest == 1 or longest * call.group <= FEW:
-            split(call, split_tile(call, longest * call.group), (1, longest), fill=True, after_tiles=False)
-            return call.out_THK
-        few = max(1, 16 // call.group)
-        tile = extend_tile(call)
-        if call.max_tiles(tile.m) * call.num_kv_heads >= 2 * num_multiprocessors(device):
-            extend(call, tile, (few + 1, longest))
-            split(call, split_tile(call, few * call.group), (1, few), fill=True, after_tiles=True)
-        else:
-            split(call, wide_split_tile(call), (few + 1, longest), fill=False, after_tiles=False)
-            split(call, split_tile(call, few * call.group), (1, few), fill=True, after_tiles=False)
+        attend(call, min(num_tokens, max_query_len or num_tokens), long_rows)
         return call.out_THK
 
     return paged_attention
+
+
+def attend(call: Call, longest: int, long_rows: LongRows) -> None:
+    """Rows of up to `longest` queries."""
+    if longest == 1 or longest * call.group <= FEW:
+        split(call, split_tile(call, longest * call.group), (1, longest), fill=True)
+        return
+    few = max(1, 16 // call.group)
+    is_early = long_rows(call, (few + 1, longest))
+    split(call, split_tile(call, few * call.group), (1, few), fill=True, after_tiles=is_early)
+
+
+def long_rows(call: Call, query_lens: tuple[int, int]) -> bool:
+    """Rows of query_lens = (shortest, longest): a program a tile where there are enough of these."""
+    if call.max_tiles(EXTEND_M) * call.num_kv_heads < 2 * num_multiprocessors(call.q_THK.device):
+        split(call, wide_split_tile(call), query_lens, fill=False)
+        return False
+    extend(call, query_lens)
+    return True
 
 
 def call_of(
@@ -155,7 +174,7 @@ def call_of(
     return Call(*tensors, *tables, sinks_H, out_THK, outer, inner, fixed, {"launch_pdl": True} if pdl else {})
 
 
-def split(call: Call, tile: Tile, query_lens: tuple[int, int], *, fill: bool, after_tiles: bool) -> None:
+def split(call: Call, tile: Tile, query_lens: tuple[int, int], *, fill: bool, after_tiles: bool = False) -> None:
     """Rows of query_lens = (shortest, longest): the split and its merge."""
     from tokenspeed.kernels.ops.paged_attention import _triton
 
@@ -213,8 +232,9 @@ def split(call: Call, tile: Tile, query_lens: tuple[int, int], *, fill: bool, af
     )
 
 
-def extend(call: Call, tile: Tile, query_lens: tuple[int, int]) -> None:
+def extend(call: Call, query_lens: tuple[int, int]) -> None:
     """Rows of query_lens = (shortest, longest), a program a tile."""
+    tile = extend_tile(call)
     none = torch.empty(0, dtype=torch.float32, device=call.q_THK.device)
     grid = (call.max_tiles(tile.m) * call.num_kv_heads,)
     sizes = {"CHUNK": 0, "KEPT_M": tile.m, "SPLIT": False, "FILL": False}
@@ -307,10 +327,10 @@ def _split_tile(call: Call, m: int) -> Tile:
 def extend_tile(call: Call) -> Tile:
     """Where a program has all that its tile sees."""
     if call.q_THK.device.type == "cpu":
-        return Tile(64, 64, num_warps=4, stages=1)
+        return Tile(EXTEND_M, 64, num_warps=4, stages=1)
     if call.fixed["BLOCK_K"] > 128:
-        return Tile(64, 32, num_warps=4, stages=2, tma=has_descriptors(call, 32))
-    return Tile(64, 64, num_warps=4, stages=2, tma=has_descriptors(call, 64))
+        return Tile(EXTEND_M, 32, num_warps=4, stages=2, tma=has_descriptors(call, 32))
+    return Tile(EXTEND_M, 64, num_warps=4, stages=2, tma=has_descriptors(call, 64))
 
 
 def has_descriptors(call: Call, t: int) -> bool:

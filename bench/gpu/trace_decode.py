@@ -27,7 +27,7 @@ import torch
 from tokenspeed.bench import report
 from tokenspeed.bench.phases import Prompts
 from tokenspeed.bench.streams import Streams, Timing
-from tokenspeed.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tokenspeed.core.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tokenspeed.engine.process import InProcessEngine
 from tokenspeed.llm.engine_client import EngineClient
 
@@ -99,6 +99,7 @@ async def traced(options: argparse.Namespace) -> tuple[Shares, float]:
         ),
         cache=CacheConfig(memory_fraction=0.85),
         scheduler=SchedulerConfig(max_num_batched_tokens=8192),
+        device=DeviceConfig(kernel_overrides=tuple(tuple(each.split("=", 1)) for each in options.kernel)),
     ).validate()
     client = await EngineClient.start(InProcessEngine, config)
     try:
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="dummy", help="how the model is stored (default: dummy)")
     parser.add_argument("--batch", type=int, default=1, help="requests at once (default: 1)")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt (default: 1024)")
+    parser.add_argument("--kernel", action="append", default=[], help="OP=SOLUTION, as of tokenspeed serve")
     parser.add_argument("--tokens", type=int, default=600, help="tokens of each reply (default: 600)")
     parser.add_argument("--milliseconds", type=int, default=200, help="length of the trace (default: 200)")
     parser.add_argument("--rows", type=int, default=20, help="rows of each table (default: 20)")

@@ -49,10 +49,10 @@ def contenders() -> list[Any]:
 def _poisoned_memory() -> Iterator[None]:
     """torch.empty gives NaN, so that an element which a kernel forgets shows."""
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms, which also imports a compiler
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def built(op: str, solution: Solution, dtype: torch.dtype) -> Any:
@@ -124,6 +124,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance) -> None:
     assert actual.dtype is expected.dtype
+    if actual.dtype is torch.float8_e4m3fn:
+        actual, expected = actual.float(), expected.float()
     torch.testing.assert_close(actual, expected, rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True)
 
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from drawn_dense import SHAPES, Drawn, Shape, agreement, copied, poison_unseen, solution
-from tokenspeed.kernels.ops.decode_step import DecodeBatch
+from tokenspeed.kernels.ops.decode_step import DecodeBatch, Prepare
 from tokenspeed.kernels.ops.decode_step.reference import prepare as reference
-from tokenspeed.kernels.registry import Reason
+from tokenspeed.kernels.registry import KernelContext, Reason, solutions_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+SOLUTIONS = ("triton", "cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 WIDE = {
     "wide": Shape(hidden_size=1024, ff_size=3072, vocab_size=4096, num_heads=16, num_kv_heads=4, head_dim=128,
@@ -27,6 +28,10 @@ WIDE = {
                        rotary_dim=64, qk_norm=False, biases=True, tied=True),
     "window-256": Shape(hidden_size=640, ff_size=2048, vocab_size=2048, num_heads=4, num_kv_heads=1, head_dim=256,
                         rotary_dim=256, window=100, activation="gelu_tanh_mul", weight_offset=1.0, embed_scale=25.0),
+    "group-16": Shape(hidden_size=512, ff_size=14352, vocab_size=2048, num_heads=32, num_kv_heads=2, head_dim=128,
+                      block_size=32, rotary_dim=32, interleaved=True, qk_norm=False),
+    "group-1": Shape(hidden_size=2560, ff_size=1024, vocab_size=500, num_heads=20, num_kv_heads=20, head_dim=64,
+                     block_size=64, rotary_dim=0),
 }  # fmt: skip
 POSITIONS = {
     "start": [0],
@@ -37,19 +42,42 @@ POSITIONS = {
 }
 
 
+def prepare_of(name: str, dtype: torch.dtype) -> Prepare:
+    """Of the solution, where it runs here."""
+    ctx = KernelContext("cuda", dtype)
+    support = next(item for item in solutions_of("decode_step") if item.name == name).supports(ctx)
+    if isinstance(support, Reason):
+        pytest.skip(support.text)
+    return solution(name, "cuda", dtype)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("shape", (SHAPES | WIDE).values(), ids=SHAPES | WIDE)
-def test_agrees_with_the_reference(shape: Shape, positions: list[int], dtype: torch.dtype) -> None:
+def test_the_chain_agrees_with_the_reference(shape: Shape, positions: list[int], dtype: torch.dtype) -> None:
     drawn = Drawn(shape, dtype, "cuda")
-    agreement(solution("triton", "cuda", dtype), drawn, positions, tolerance=TOLERANCE[dtype])
+    agreement(prepare_of("triton", dtype), drawn, positions, tolerance=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("positions", [[0], [1], [70], [129], [3001], [70, 33]], ids=str)
+@pytest.mark.parametrize("shape", WIDE.values(), ids=WIDE)
+def test_the_persistent_kernel_agrees_with_the_reference(shape: Shape, positions: list[int]) -> None:
+    drawn = Drawn(shape, torch.bfloat16, "cuda")
+    agreement(prepare_of("cuda", torch.bfloat16), drawn, positions, tolerance=TOLERANCE[torch.bfloat16])
+
+
+def test_the_persistent_kernel_refuses_small_heads() -> None:
+    refused = prepare_of("cuda", torch.bfloat16)(Drawn(SHAPES["qk-norm"], torch.bfloat16, "cuda").model(2), 16)
+    assert isinstance(refused, Reason)
+    assert "heads of 16" in refused.text
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
 @pytest.mark.parametrize("start", [[5], [5, 300]], ids=["one-row", "two-rows"])
-def test_a_graph_serves_other_positions_than_those_it_was_captured_with(start: list[int]) -> None:
+def test_a_graph_serves_other_positions_than_those_it_was_captured_with(start: list[int], name: str) -> None:
     drawn = Drawn(WIDE["wide"], torch.bfloat16, "cuda")
     model = drawn.model(150)
-    step = solution("triton", "cuda", torch.bfloat16)(model, 16)
+    step = prepare_of(name, torch.bfloat16)(model, 16)
     assert not isinstance(step, Reason)
     buffers = drawn.batch([2000] * len(start), 150)
     show(buffers, drawn.batch(start, 150))
@@ -81,7 +109,7 @@ def show(buffers: DecodeBatch, batch: DecodeBatch) -> None:
 def test_padded_rows_leave_the_others_as_they_are() -> None:
     drawn = Drawn(dataclasses.replace(WIDE["wide"], num_layers=1), torch.bfloat16, "cuda")
     model, batch = drawn.model(60), drawn.batch([130, 40], 60)
-    step = solution("triton", "cuda", torch.bfloat16)(model, 16)
+    step = prepare_of("triton", torch.bfloat16)(model, 16)
     assert not isinstance(step, Reason)
     pad = torch.zeros(2, dtype=torch.int64, device="cuda")
     tables = tuple(torch.cat((table, torch.zeros_like(table))) for table in batch.block_tables)

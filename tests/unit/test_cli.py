@@ -43,7 +43,8 @@ def test_flags_become_configuration(configs: list[Any]) -> None:
     command = (
         "serve some/model --served-name m --max-model-len 100 --kv-tokens 640 --block-size 32 --threads 2 --port 0 "
         "--no-prefix-caching --max-num-seqs 3 --overlap-depth 0 --dtype float32 --load-format gguf --api-key k "
-        "--strict-model-name --cors-origin a --cors-origin b --kernel linear=reference --memory-fraction 0.25"
+        "--strict-model-name --cors-origin a --cors-origin b --kernel linear=reference --memory-fraction 0.25 "
+        "--kv-cache-dtype fp8"
     )
     assert cli.main(command.split()) == 0
     (asked,) = configs
@@ -51,7 +52,7 @@ def test_flags_become_configuration(configs: list[Any]) -> None:
     assert (engine.model.model, engine.model.served_name, engine.model.max_model_len) == ("some/model", "m", 100)
     assert (engine.model.dtype, engine.model.load_format) == ("float32", "gguf")
     assert (engine.cache.kv_tokens, engine.cache.block_size, engine.cache.prefix_caching) == (640, 32, False)
-    assert engine.cache.memory_fraction == 0.25
+    assert (engine.cache.memory_fraction, engine.cache.kv_dtype) == (0.25, "fp8")
     assert (engine.scheduler.max_num_seqs, engine.scheduler.overlap_depth) == (3, 0)
     assert (engine.device.num_threads, engine.device.kernel_overrides) == (2, (("linear", "reference"),))
     assert (server.port, server.api_key, server.strict_model_name) == (0, "k", True)

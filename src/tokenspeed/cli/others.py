@@ -12,7 +12,6 @@ REFUSED = {
     "--tokenizer": "the model's own is used; leave it out",
     "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",
     "--quantization": "what a checkpoint holds is read from it; leave it out",
-    "--kv-cache-dtype": "K/V are kept in what --dtype says",
     "--pipeline-parallel-size": "use --tp, --ep, --dp-attention",
     "--pp-size": "use --tp, --ep, --dp-attention",
     "--data-parallel-size": "use --dp-attention, or several servers behind a gateway",

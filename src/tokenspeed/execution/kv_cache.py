@@ -162,15 +162,20 @@ def _as_stored(pages: torch.Tensor) -> torch.Tensor:
 def copy_pages(layers: Sequence[KvLayer], sources: torch.Tensor, targets: torch.Tensor) -> None:
     """Copy whole pages inside the pool of these layers."""
     for layer in layers:
-        for tensor in layer.tensors:
+        for tensor in map(_as_numbers, layer.tensors):
             tensor[targets] = tensor[sources]
 
 
 def zero_pages(layers: Sequence[KvLayer], pages: torch.Tensor) -> None:
     """Clear whole pages of these layers."""
     for layer in layers:
-        for tensor in layer.tensors:
+        for tensor in map(_as_numbers, layer.tensors):
             tensor[pages] = 0
+
+
+def _as_numbers(pages: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that torch can pick from."""
+    return pages.view(torch.uint8) if pages.dtype is torch.float8_e4m3fn else pages
 
 
 def _demands(
@@ -223,10 +228,10 @@ def _pages(group: CacheGroup, spec: KvSpec, ctx: BuildContext) -> torch.Tensor:
 
 def _zeros(extent: tuple[int, ...], ctx: BuildContext) -> torch.Tensor:
     if torch.device(ctx.device).type != "cpu":
-        return torch.zeros(extent, dtype=ctx.dtype, device=ctx.device)
+        return torch.zeros(extent, dtype=ctx.kv_dtype, device=ctx.device)
     # torch.zeros writes every page, which takes half a minute for a pool of 11 GB; numpy's comes zeroed and untouched.
-    untouched = np.zeros(math.prod(extent) * ctx.dtype.itemsize, np.uint8)
-    return torch.from_numpy(untouched).view(ctx.dtype).view(extent)
+    untouched = np.zeros(math.prod(extent) * ctx.kv_dtype.itemsize, np.uint8)
+    return torch.from_numpy(untouched).view(ctx.kv_dtype).view(extent)
 
 
 def _default_blocks(config: EngineConfig, request_len: int, demands: Sequence[_Demand], ctx: BuildContext) -> int:
@@ -244,13 +249,13 @@ def _pool_bytes(demands: Sequence[_Demand], num_first: int) -> int:
 
 
 def _token_bytes(spec: KvSpec, ctx: BuildContext) -> int:
-    return spec.token_size * ctx.dtype.itemsize
+    return spec.token_size * ctx.kv_dtype.itemsize
 
 
 def _too_small(num_tokens: int, needed: int, token_bytes: int, ctx: BuildContext) -> str:
     return (
         f"the KV pool holds {num_tokens} tokens but one request may need {needed} "
-        f"({_mib(needed * token_bytes)} MiB in {dtype_name(ctx.dtype)}); raise --kv-tokens or --memory-fraction, "
+        f"({_mib(needed * token_bytes)} MiB in {dtype_name(ctx.kv_dtype)}); raise --kv-tokens or --memory-fraction, "
         "or lower --max-model-len"
     )
 

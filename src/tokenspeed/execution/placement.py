@@ -24,6 +24,7 @@ _DTYPES: dict[str, torch.dtype] = {
 _CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60
+_FP8_CAPABILITY = (8, 9)
 STEP_S = 0.25
 STEP_TOKENS_MAX = 2048
 GPU_STEP_TOKENS = 8192
@@ -71,6 +72,22 @@ def resolve_dtype(dtype: DType, device: torch.device, model_config: Mapping[str,
     own = model_config.get("dtype", model_config.get("torch_dtype"))
     trained = _DTYPES.get(str(own), torch.bfloat16)
     return torch.bfloat16 if trained == torch.float32 else trained
+
+
+def resolve_kv_dtype(cache: CacheConfig, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV pool of a model of this dtype. ConfigError where kernels or the device do not have it."""
+    if cache.kv_dtype == "auto":
+        return dtype
+    if cache.kv_dtype == "bf16":
+        if dtype is not torch.bfloat16:
+            raise ConfigError(
+                f"--kv-cache-dtype bf16: the model runs in {dtype_name(dtype)}, and the KV pool is of that or of fp8; "
+                "give --dtype bfloat16 too"
+            )
+        return dtype
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ConfigError("--kv-cache-dtype fp8: this GPU computes no fp8 (compute capability 8.9 does); use auto")
+    return torch.float8_e4m3fn
 
 
 def dtype_name(dtype: torch.dtype) -> str:

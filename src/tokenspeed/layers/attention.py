@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tokenspeed.kernels.ops.paged_attention import SINKS, PagedAttention
+from tokenspeed.kernels.ops.paged_attention import FP8_PAGES, SINKS, PagedAttention
+from tokenspeed.kernels.ops.rotary_kv_write import FP8_PAGES as WRITES_FP8
 from tokenspeed.kernels.ops.rotary_kv_write import RotaryKvWrite
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.forward_batch import ForwardBatch
@@ -96,12 +97,15 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec.of_one(ctx.size_of(Group.ATTENTION))
         self.layer_index = layer_index
-        self._rotary_kv_write: RotaryKvWrite = ctx.bind("rotary_kv_write")
+        writes, reads = ((WRITES_FP8,), (FP8_PAGES,)) if ctx.kv_dtype is torch.float8_e4m3fn else ((), ())
+        self._rotary_kv_write: RotaryKvWrite = ctx.bind("rotary_kv_write", *writes)
         self.sinks_cut = ctx.cut("sinks", (spec.num_heads,), heads()) if spec.has_sinks else None
         self.sinks = None
         if self.sinks_cut is not None:
             self.sinks = ctx.empty(*self.sinks_cut.local_shape, dtype=torch.float32)
-        self._paged_attention: PagedAttention = ctx.bind("paged_attention", *((SINKS,) if spec.has_sinks else ()))
+        self._paged_attention: PagedAttention = ctx.bind(
+            "paged_attention", *reads, *((SINKS,) if spec.has_sinks else ())
+        )
 
     def split(self, qkv_TN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views q (T, H, K), k (T, G, K), v (T, G, K) of a fused projection's output."""

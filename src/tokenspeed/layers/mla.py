@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tokenspeed.core.errors import ConfigError
 from tokenspeed.kernels.ops.kv_write import KvWrite
 from tokenspeed.kernels.ops.mla_attention import MlaAttention
 from tokenspeed.layers.attention import KvSpec, from_heads, heads
@@ -82,6 +83,8 @@ class LatentAttention(nn.Module):
         unit = spec.nope_dim + spec.value_dim
         self.cut = ctx.cut("latents", (spec.num_heads * unit, spec.latent_dim), heads(unit))
         self.weight = ctx.empty(*self.cut.local_shape)
+        if ctx.kv_dtype is not ctx.dtype:
+            raise ConfigError("latents are kept in the numbers of the model alone: leave --kv-cache-dtype at auto")
         self._kv_write: KvWrite = ctx.bind("kv_write")
         self._mla_attention: MlaAttention = ctx.bind("mla_attention")
 

@@ -100,6 +100,7 @@ def engine_config(path: Path | str, **options: object) -> EngineConfig:
             kv_tokens=options.get("kv_tokens", 2048),  # type: ignore[arg-type]
             host_tokens=int(str(options.get("host_tokens", 0))),
             block_size=8,
+            kv_dtype=options.get("kv_dtype", "auto"),  # type: ignore[arg-type]
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=int(str(options.get("max_num_seqs", 8))),

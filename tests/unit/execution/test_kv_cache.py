@@ -195,3 +195,27 @@ def test_auto_is_the_checkpoints_own_half_precision_elsewhere() -> None:
     gpu = torch.device("cuda")
     assert placement.resolve_dtype("auto", gpu, {"torch_dtype": "float16"}) == torch.float16
     assert placement.resolve_dtype("auto", gpu, {"dtype": "float32"}) == torch.bfloat16
+
+
+def test_a_pool_of_fp8_holds_twice_as_many_tokens_of_16_bits() -> None:
+    sizes = []
+    for kv_dtype in (None, torch.float8_e4m3fn):
+        ctx = BuildContext("cpu", torch.bfloat16, kv_dtype=kv_dtype)
+        config = EngineConfig(cache=CacheConfig(kv_tokens=640, block_size=16))
+        size = size_pool(config, SPECS, 4096, ctx)
+        layers = kv_cache.allocate(size, SPECS, ctx)
+        assert {tensor.dtype for layer in layers for tensor in layer.tensors} == {ctx.kv_dtype}
+        sizes.append(size.kv_bytes)
+    assert sizes[0] == 2 * sizes[1]
+
+
+def test_pages_of_fp8_are_copied_and_cleared() -> None:
+    ctx = BuildContext("cpu", torch.float32, kv_dtype=torch.float8_e4m3fn)
+    size = size_pool(EngineConfig(cache=CacheConfig(kv_tokens=64, block_size=16)), SPECS, 4096, ctx)
+    layers = kv_cache.allocate(size, SPECS, ctx)
+    for layer in layers:
+        layer.k[1] = torch.full(layer.k.shape[1:], 1.5).to(layer.k.dtype)
+    kv_cache.copy_pages(layers, torch.tensor([1]), torch.tensor([3]))
+    kv_cache.zero_pages(layers, torch.tensor([1]))
+    assert all(layer.k[3].float().unique().tolist() == [1.5] for layer in layers)
+    assert not any(layer.k[1].float().any() for layer in layers)

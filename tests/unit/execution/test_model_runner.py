@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tokenspeed.core.errors import ConfigError
 from tokenspeed.core.plan import FinishCode, RowKind
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution import ModelRunner
@@ -86,6 +87,31 @@ def test_alone_batched_overlapped_preempted_and_cached_runs_agree(
         assert [request.token_ids for request in again] == alone, options
         # The tight pool evicts one prompt for the next, so that nothing of it need be left.
         assert "kv_tokens" in options or all(request.cached_len > 0 for request in again)
+
+
+def test_a_pool_of_fp8_gives_the_same_tokens_however_steps_are_cut(new_loop: NewLoop, tools: Any) -> None:
+    wishes = [tools.Wish(prompt, 8, arrives=index) for index, prompt in enumerate(prompts(5))]
+    plain = new_loop(overlap_depth=0, kv_dtype="fp8")
+    expected = [plain.run([wish])[0].token_ids for wish in wishes]
+    for options in ({}, {"max_num_batched_tokens": 13, "max_num_seqs": 3}, {"kv_tokens": 100, "host_tokens": 400}):
+        loop = new_loop(kv_dtype="fp8", **options)
+        for _ in range(2):  # again from the cache
+            assert [request.token_ids for request in loop.run(wishes)] == expected, options
+    exact = [request.token_ids for request in new_loop().run(wishes)]
+    assert expected != exact, "numbers of 8 bits are no others than those of 32"
+    assert sum(mine[0] == other[0] for mine, other in zip(expected, exact, strict=True)) >= 4
+    layers = plain.runner._buffers.kv_layers
+    assert {tensor.dtype for layer in layers for tensor in layer.tensors} == {torch.float8_e4m3fn}
+    dense = plain.runner._model.dense(layers)
+    assert dense == "its pages keep float8_e4m3fn"
+
+
+def test_what_pools_cannot_keep_is_refused(tiny_path: Path, tools: Any) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype bf16: the model runs in float32"):
+        tools.new_runner(tools.engine_config(tiny_path, kv_dtype="bf16"))
+    runner = tools.new_runner(tools.engine_config(tiny_path, kv_dtype="bf16", dtype="bfloat16"))
+    assert runner._buffers.kv_layers[0].k.dtype is torch.bfloat16
+    runner.close()
 
 
 def test_penalties_and_seeds_survive_preemption(new_loop: NewLoop, tools: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed.core.errors import CheckpointError, UnsupportedModelError
+from tokenspeed.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.models import ConfigFields, latent_rotary_spec, mla_spec, resolve
@@ -53,6 +53,12 @@ def test_both_kernels_agree_with_the_oracle(
 
 def test_a_token_keeps_one_latent(new_twin: Callable[..., Any]) -> None:
     assert set(new_twin("deepseek_v3").ours.kv_specs) == {KvSpec(1, 32 + 8, value_dim=32)}
+
+
+def test_latents_are_not_kept_in_8_bits(new_twin: Callable[..., Any]) -> None:
+    config = new_twin("deepseek_v3").theirs.config.to_dict()
+    with pytest.raises(ConfigError, match="leave --kv-cache-dtype at auto"):
+        resolve(config).build(config, BuildContext("cpu", torch.float32, kv_dtype=torch.float8_e4m3fn))
 
 
 def test_softmax_scale_at_real_sizes() -> None:

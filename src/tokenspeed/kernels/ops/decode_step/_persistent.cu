@@ -38,26 +38,37 @@ __device__ __forceinline__ void announce_heads(const Params& params) {
 
 constexpr int LANE_DIMS = HEAD_DIM / 32;
 
-// One head of qkv, a warp's work: norm, rotation, factor; `staged`: HEAD_DIM floats of the warp's own.
-__device__ void turn_head(
-    const Params& params, const Layer& layer, const float* from, const bf16* norm, int position, float factor,
-    float* staged, bf16* to) {
-  const int lane = threadIdx.x % 32, rotary_dim = (int)layer.rotary_dim, half = rotary_dim / 2;
-  float x[LANE_DIMS], cosine[LANE_DIMS], sine[LANE_DIMS], gain[LANE_DIMS], squares = 0;
+// What a lane needs to norm and turn its numbers of a head, known before the head is.
+struct Turn {
+  float cosine[LANE_DIMS], sine[LANE_DIMS], gain[LANE_DIMS];
+};
+__device__ __forceinline__ Turn load_turn(const Params& params, const Layer& layer, const bf16* norm, int position) {
+  const int rotary_dim = (int)layer.rotary_dim, half = rotary_dim / 2;
+  Turn turn;
 #pragma unroll
   for (int i = 0; i < LANE_DIMS; i++) {
-    const int dim = lane + 32 * i, pair = layer.interleaved ? dim / 2 : dim < half ? dim : dim - half;
+    const int dim = threadIdx.x % 32 + 32 * i, pair = layer.interleaved ? dim / 2 : dim < half ? dim : dim - half;
     const float* angles = layer.rotary + (long long)position * rotary_dim + pair;
-    cosine[i] = dim < rotary_dim ? __ldg(angles) : 1.f;
-    sine[i] = dim < rotary_dim ? __ldg(angles + half) : 0.f;
-    gain[i] = norm != nullptr ? number(norm + dim) + params.gain_offset : 1.f;
-    x[i] = __ldcg(from + dim);
+    turn.cosine[i] = dim < rotary_dim ? __ldg(angles) : 1.f;
+    turn.sine[i] = dim < rotary_dim ? __ldg(angles + half) : 0.f;
+    turn.gain[i] = norm != nullptr ? number(norm + dim) + params.gain_offset : 1.f;
   }
+  return turn;
+}
+
+// One head of qkv, a warp's work: norm, rotation, factor. staged: HEAD_DIM floats of the warp's own.
+__device__ void turn_head(
+    const Params& params, const Layer& layer, const float* from, bool is_normed, const Turn& turn, float factor,
+    float* staged, bf16* to) {
+  const int lane = threadIdx.x % 32, rotary_dim = (int)layer.rotary_dim, half = rotary_dim / 2;
+  float x[LANE_DIMS], squares = 0;
+#pragma unroll
+  for (int i = 0; i < LANE_DIMS; i++) x[i] = __ldcg(from + lane + 32 * i);
 #pragma unroll
   for (int i = 0; i < LANE_DIMS; i++) squares += x[i] * x[i];
-  const float scale = norm != nullptr ? rsqrtf(warp_sum(squares) / HEAD_DIM + params.eps) : 1.f;
+  const float scale = is_normed ? rsqrtf(warp_sum(squares) / HEAD_DIM + params.eps) : 1.f;
 #pragma unroll
-  for (int i = 0; i < LANE_DIMS; i++) staged[lane + 32 * i] = x[i] *= scale * gain[i];
+  for (int i = 0; i < LANE_DIMS; i++) staged[lane + 32 * i] = x[i] *= scale * turn.gain[i];
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < LANE_DIMS; i++) {
@@ -65,27 +76,32 @@ __device__ void turn_head(
     const bool is_second = layer.interleaved ? dim % 2 : dim >= half;
     const int other = layer.interleaved ? dim ^ 1 : is_second ? dim - half : dim + half;
     float y = x[i];
-    if (dim < rotary_dim) y = x[i] * cosine[i] + staged[other] * (is_second ? sine[i] : -sine[i]);
+    if (dim < rotary_dim) y = x[i] * turn.cosine[i] + staged[other] * (is_second ? turn.sine[i] : -turn.sine[i]);
     to[dim] = (bf16)packed(y * factor, 0.f);
   }
   __syncwarp();
 }
 
-// Queries of the head to shared memory; by its first split also the new token's K and V, to shared memory and pages.
-__device__ void ready_heads(const Params& params, const Layer& layer, const Span& span, int position, Shared& shared) {
+// Once they are there: queries of the head to shared memory; by its first split also the new token's K and V, to shared
+// memory and pages.
+__device__ void ready_heads(
+    const Params& params, const Layer& layer, const Span& span, int index, int position, Shared& shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int num_jobs = span.split == 0 ? GROUP + 2 : GROUP;
   const float* k = params.qkv + HEADS_SIZE + span.head * HEAD_DIM;
   const long long page = params.tables[layer.group][position / BLOCK_SIZE];
   const long long place =
       page * layer.page_stride + position % BLOCK_SIZE * layer.token_stride + span.head * layer.head_stride;
+  Turn turn = load_turn(params, layer, warp < GROUP ? layer.q_norm : layer.k_norm, position);
+  wait_for(params, HEADS_READY + 8 * span.head, (u32)(index + 1) * (HEAD_FLOATS + 2 * HEAD_DIM));
   for (int job = warp; job < num_jobs; job += NUM_WARPS) {
     float* staged = shared.buffer + warp * HEAD_DIM;
+    if (job > warp) turn = load_turn(params, layer, job < GROUP ? layer.q_norm : layer.k_norm, position);
     if (job < GROUP) {
-      turn_head(params, layer, params.qkv + (span.head * GROUP + job) * HEAD_DIM, layer.q_norm, position,
+      turn_head(params, layer, params.qkv + (span.head * GROUP + job) * HEAD_DIM, layer.q_norm != nullptr, turn,
                 params.score_scale * LOG2_E, staged, shared.q + job * Q_STRIDE);
     } else if (job == GROUP) {
-      turn_head(params, layer, k, layer.k_norm, position, 1.f, staged, shared.new_k);
+      turn_head(params, layer, k, layer.k_norm != nullptr, turn, 1.f, staged, shared.new_k);
       for (int dim = lane; dim < HEAD_DIM; dim += 32) layer.k_pages[place + dim] = shared.new_k[dim];
     } else {
       for (int dim = lane; dim < HEAD_DIM; dim += 32) {
@@ -94,6 +110,7 @@ __device__ void ready_heads(const Params& params, const Layer& layer, const Span
       }
     }
   }
+  consumers_wait();
 }
 
 // What a warp has attended: of rows lane / 4 and lane / 4 + 8, maximum and sum of weights (the sum the lane's own part),
@@ -287,9 +304,7 @@ __device__ void attend(const Params& params, const Layer& layer, int index, int 
   Shared& shared = *ring.shared;
   const Span span = span_of(position, layer);
   if (span.head == NUM_KV_HEADS) return;
-  wait_for(params, HEADS_READY + 8 * span.head, (u32)(index + 1) * (HEAD_FLOATS + 2 * HEAD_DIM));
-  ready_heads(params, layer, span, position, shared);
-  consumers_wait();
+  ready_heads(params, layer, span, index, position, shared);
   Attended mine = {};
   for (int half = 0; half < ROW_HALVES; half++) mine.max[half] = NOTHING;
   attend_units(span, position, ring, mine);

@@ -35,8 +35,10 @@ class Program:
     """One kernel, loaded. Every block runs at once with the others, or the launch fails."""
 
     def __init__(self, binary: bytes, name: str, shared_memory: int) -> None:
-        """The current CUDA context is the one it can be launched in. shared_memory: bytes of a block."""
-        self._driver, self._shared_memory = _driver(), shared_memory
+        """For torch's current device. shared_memory: bytes of a block."""
+        self._driver, self._shared_memory, self._context = _driver(), shared_memory, ctypes.c_void_p()
+        torch.cuda.synchronize()  # makes the device's context this thread's
+        _check(self._driver.cuCtxGetCurrent(ctypes.byref(self._context)), "find the device's context")
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(self._driver.cuModuleLoadData(ctypes.byref(module), binary), "load the kernel")
         _check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"find {name}")
@@ -47,6 +49,10 @@ class Program:
 
     def __call__(self, num_blocks: int, num_threads: int, params: ctypes.Structure) -> None:
         """Launch on torch's current stream; params are copied."""
+        context = ctypes.c_void_p()
+        self._driver.cuCtxGetCurrent(ctypes.byref(context))
+        if not context:  # a thread that has launched nothing yet
+            _check(self._driver.cuCtxSetCurrent(self._context), "use the device's context")
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _check(

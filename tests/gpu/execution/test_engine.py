@@ -83,6 +83,15 @@ def test_captured_steps_steps_op_by_op_and_the_cpu_agree(folder: Path, temperatu
     assert run(device="cuda") == expected
 
 
+def test_a_pool_of_fp8_gives_the_same_tokens_captured_or_not(folder: Path) -> None:
+    run = partial(tokens, folder, together=True, temperature=0.8, dtype="float32", kv_dtype="fp8")
+    expected = run(device="cpu")
+    plain = run(device="cuda", graphs=False)
+    assert run(device="cuda") == plain
+    # A key that lies between two numbers of 8 bits may fall to either side, and an answer goes on from there.
+    assert sum(mine == other for mine, other in zip(plain, expected, strict=True)) > len(LENGTHS) // 2
+
+
 class EverySeventh:
     """A grammar that allows each seventh token, others after each one; and its compiler."""
 

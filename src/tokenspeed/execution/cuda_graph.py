@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tokenspeed.core.plan import Int32Array
 from tokenspeed.execution.edits import DrawColumns, EditBuffers, SampleStep, StepEdits
 from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.input_buffers import InputBuffers, StepInputs
@@ -72,10 +73,11 @@ def _rising(most: int) -> list[int]:
 
 
 class _Given(NamedTuple):
-    """What the buffers of a step are filled with."""
+    """What the buffers of a step are filled with. delta_N4: what it sets in page tables."""
 
     inputs: StepInputs
     columns: DrawColumns
+    delta_N4: Int32Array
 
 
 def _table(size: StepSize, buffers: InputBuffers) -> tuple[Section, ...]:
@@ -89,10 +91,17 @@ def _table(size: StepSize, buffers: InputBuffers) -> tuple[Section, ...]:
     def of(name: str, dtype: type[np.generic], source: Callable[[_Given], Any], padding: float | None = 0) -> Section:
         return Section(name, rows, dtype, source, padding)
 
+    def delta(given: _Given) -> Int32Array:
+        """Blocks of nobody's seat stay null pages."""
+        none_N4 = np.tile(np.array([seats.each, 0, 0, 0], dtype=np.int32), (_delta_len(size), 1))
+        none_N4[: len(given.delta_N4)] = given.delta_N4
+        return none_N4.ravel()
+
     return (
+        Section("delta", 4 * _delta_len(size), np.int32, delta),
         Section("sources_T", tokens, np.int64, lambda given: given.inputs.sources_T),
         Section("positions_T", tokens, np.int64, lambda given: given.inputs.own.positions_T),
-        *(slots(group) for group in range(len(buffers.tables))),
+        *(slots(group) for group in range(buffers.num_groups)),
         Section("query_start", rows + 1, np.int32, lambda given: given.inputs.own.query_start, None),
         of("seq_lens_R", np.int32, lambda given: given.inputs.own.seq_lens_R, 1),
         of("places_R", np.int64, lambda given: given.inputs.own.places_R, seats.each),
@@ -105,6 +114,12 @@ def _table(size: StepSize, buffers: InputBuffers) -> tuple[Section, ...]:
         of("top_p_S", np.float32, lambda given: given.columns.top_p_S, 1.0),
         of("min_p_S", np.float32, lambda given: given.columns.min_p_S),
     )
+
+
+def _delta_len(size: StepSize) -> int:
+    """Blocks of page tables that a step sets itself at most. A row that decodes begins a block now and then, and a
+    window lets one go; other steps are launched behind their changes."""
+    return max(_FEW_ROWS, size.rows) if size.decodes else 0
 
 
 class StepGraphs:
@@ -128,7 +143,7 @@ class StepGraphs:
         self._forward, self._buffers, self._sample = forward, buffers, sample
         self._captures, self._samples = captures, samples
         vocab_size, max_rows = penalties.vocab_size, max(size.rows for size in sizes)
-        self._edits = EditBuffers(penalties, max_rows, vocab_size, buffers.tables.device)
+        self._edits = EditBuffers(penalties, max_rows, vocab_size, buffers.device)
         self._pool = torch.cuda.graph_pool_handle() if captures else None
         self._decode = sorted(size for size in sizes if size.decodes)
         self._mixed = sorted(size for size in sizes if not size.decodes)
@@ -159,7 +174,7 @@ class StepGraphs:
     def forward(self, inputs: StepInputs, size: StepSize, columns: DrawColumns) -> torch.Tensor:
         """Logits (S, V) of the sampled rows, good until the next step."""
         step = self._steps[size]
-        step.inputs.fill(_Given(inputs, columns))
+        step.inputs.fill(_Given(inputs, columns, self._buffers.tables.take(_delta_len(size))))
         step.forward()
         return step.logits_SV[: len(inputs.sampled_rows_S)]
 
@@ -217,7 +232,10 @@ class StepGraphs:
 
     def _logits(self, step: _PreparedStep) -> torch.Tensor:
         size, inputs, buffers = step.size, step.inputs, self._buffers
-        tables = tuple(tables.index_select(0, inputs["places_R"]) for tables in buffers.tables)
+        if size.decodes:
+            delta_N4 = inputs["delta"].view(-1, 4)
+            buffers.tables.update(buffers.tables.on_device, delta_N4.new_empty(0), delta_N4)
+        tables = tuple(tables.index_select(0, inputs["places_R"]) for tables in buffers.tables.on_device)
         if size.decodes:
             token_ids_T = buffers.last_token.index_select(0, inputs["seats_S"])
         else:
@@ -259,7 +277,7 @@ class _PreparedStep:
     logits_SV: torch.Tensor
 
     def __init__(self, size: StepSize, buffers: InputBuffers) -> None:
-        device = buffers.tables.device
+        device = buffers.device
         self.size = size
         self.inputs = StagedArrays(_table(size, buffers), device)
         self.inputs.fill(None)

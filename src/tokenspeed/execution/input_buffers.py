@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from tokenspeed.core.plan import GroupKind, Int32Array, RowField, RowKind, StepPlan
 from tokenspeed.execution.host_copies import uploaded
 from tokenspeed.execution.kv_cache import PoolSize, copy_pages, zero_pages
+from tokenspeed.execution.page_tables import PageTables
+from tokenspeed.kernels.ops.page_table_update import PageTableUpdate
 from tokenspeed.layers.build import ONE_RANK
 from tokenspeed.layers.decoder import TOKEN_IDS
 from tokenspeed.layers.forward_batch import ForwardBatch, GroupTables, KvLayer
@@ -110,16 +112,24 @@ class Seats:
 class InputBuffers:
     """State by seat. A decode row reads its input token and its position from here, not from the plan.
 
-    last_token: (seats + 1,) int64 on the device. tables: (groups, own seats + 1, blocks) int32 there."""
+    last_token: (seats + 1,) int64 on the device. tables: of own seats and one more."""
 
-    def __init__(self, size: PoolSize, seats: Seats, kv_layers: tuple[KvLayer, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        size: PoolSize,
+        seats: Seats,
+        kv_layers: tuple[KvLayer, ...],
+        device: torch.device,
+        update_tables: PageTableUpdate,
+    ) -> None:
         self.block_size = size.block_size
         self.seats = seats
         self.kv_layers = kv_layers
-        self._device = device
+        self.device = device
         # One block beyond max_model_len: a step in flight may be planned past the end of a sequence that has ended.
-        self._page_tables = np.zeros((len(size.groups), seats.each + 1, size.blocks_per_seat + 1), dtype=np.int32)
-        self.tables = torch.from_numpy(self._page_tables).to(device)
+        extent = (len(size.groups), seats.each + 1, size.blocks_per_seat + 1)
+        self.num_groups = len(size.groups)
+        self.tables = PageTables(extent, device, update_tables)
         self._num_blocks = np.array([group.num_blocks for group in size.groups])
         self._may_expire = np.array([group.kind == GroupKind.WINDOW for group in size.groups])
         self.last_token = torch.zeros(seats.num_seats + 1, dtype=torch.int64, device=device)
@@ -128,23 +138,22 @@ class InputBuffers:
     @property
     def page_tables(self) -> Int32Array:
         """Those of the seats that there are, as the host knows them."""
-        return self._page_tables[:, : self.seats.each]
+        return self.tables.on_host[:, : self.seats.each]
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what the plan changes in page tables and pages."""
-        if len(plan.seated):
-            seats = plan.seated[:, 0]
-            self._clear(seats[self.seats.is_own(seats)] - self.seats.first)
-            self.seq_len[seats] = 0
-        delta = plan.page_delta
+        seats, delta = plan.seated[:, 0], plan.page_delta
+        self.seq_len[seats] = 0
         if len(delta):
             delta = delta[self.seats.is_own(delta[:, 0])]
-        if len(delta):
-            seats, groups, indices, pages = delta.T
-            assert groups.max() < len(self._num_blocks), f"no cache group {groups.max()} of {len(self._num_blocks)}"
+            _, groups, _, pages = delta.T
+            num_groups, most = len(self._num_blocks), self._num_blocks
+            assert groups.max(initial=0) < num_groups, f"no cache group {groups.max()} of {num_groups}"
             assert ((pages > 0) | self._may_expire[groups]).all(), "page delta hands out the null page"
-            assert (pages <= self._num_blocks[groups]).all(), (pages.max(), self._num_blocks)
-            self._set(groups, seats - self.seats.first, indices, pages)
+            assert (pages <= most[groups]).all(), (pages.max(), most)
+        if len(seats) or len(delta):
+            first = np.array([self.seats.first, 0, 0, 0], dtype=np.int32)
+            self.tables.change(seats[self.seats.is_own(seats)] - first[0], delta - first)
         for group in _groups_of(plan.copy):
             pairs = plan.copy[plan.copy[:, 0] == group]
             copy_pages(self._layers_of(group), self._tensor(pairs[:, 1]).long(), self._tensor(pairs[:, 2]).long())
@@ -187,10 +196,11 @@ class InputBuffers:
     def step(self, inputs: StepInputs) -> StepInput:
         """The step as a model takes it. On a GPU it has as many rows as there are seats, the rest of them empty, and
         tables of full width: a kernel is compiled for a shape."""
-        own = inputs.own
+        self.tables.flush()
+        own, all_tables = inputs.own, self.tables.on_device
         num_blocks, num_empty = -(-own.max_seq_len // self.block_size), 0
-        if self.tables.is_cuda:
-            num_blocks, num_empty = self.tables.shape[2], self.seats.each - len(own.places_R)
+        if all_tables.is_cuda:
+            num_blocks, num_empty = all_tables.shape[2], self.seats.each - len(own.places_R)
         places_R = self._tensor(_padded(own.places_R, num_empty, self.seats.each))
         batch = ForwardBatch(
             positions_T=self._tensor(own.positions_T),
@@ -200,7 +210,7 @@ class InputBuffers:
             max_seq_len=own.max_seq_len,
             groups=tuple(
                 GroupTables(self._tensor(slots_T), tables[:, :num_blocks].index_select(0, places_R))
-                for slots_T, tables in zip(own.slots_GT, self.tables, strict=True)
+                for slots_T, tables in zip(own.slots_GT, all_tables, strict=True)
             ),
             kv_layers=self.kv_layers,
         )
@@ -249,26 +259,15 @@ class InputBuffers:
         block_index_T, offset_T = np.divmod(positions_T, self.block_size)
         slots_GT = tuple(
             tables[places_T, block_index_T].astype(np.int64) * self.block_size + offset_T
-            for tables in self._page_tables
+            for tables in self.tables.on_host
         )
         return OwnRows(places_R, query_start, seq_lens_R, positions_T, slots_GT)
-
-    def _clear(self, places: Int32Array) -> None:
-        self._page_tables[:, places] = 0
-        if self.tables.is_cuda:
-            self.tables.index_fill_(1, self._tensor(places).long(), 0)
-
-    def _set(self, groups: Int32Array, places: Int32Array, indices: Int32Array, pages: Int32Array) -> None:
-        self._page_tables[groups, places, indices] = pages
-        if self.tables.is_cuda:
-            where = self._tensor(np.stack([groups, places, indices, pages]).astype(np.int64))
-            self.tables[where[0], where[1], where[2]] = where[3].int()
 
     def _layers_of(self, group: int) -> list[KvLayer]:
         return [layer for layer in self.kv_layers if layer.group == group]
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return uploaded(array, self._device)
+        return uploaded(array, self.device)
 
 
 def _padded(array: Int64Array, num: int, value: int) -> Int64Array:

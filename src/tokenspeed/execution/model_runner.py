@@ -120,7 +120,7 @@ class ModelRunner:
         ctx = BuildContext(str(device), dtype, overrides, mesh, rank, kv_dtype=kv_dtype, deterministic=deterministic)
         model, model_type = _build(source, ctx, progress)
         forward = Forward(model, ctx, communicator)
-        sample, logprobs = ctx.bind("sampling"), ctx.bind("logprobs")
+        sample, logprobs, update_tables = (ctx.bind(op) for op in ("sampling", "logprobs", "page_table_update"))
         agree = _min_over_ranks(communicator)
         size = kv_cache.size_pool(config, model.kv_specs, model.max_model_len, ctx, agree)
         layers = kv_cache.allocate(size, model.kv_specs, ctx)
@@ -142,7 +142,7 @@ class ModelRunner:
             groups=size.groups,
             kernels=tuple(_binding(kernel) for kernel in ctx.bindings.values()),
         )
-        buffers = InputBuffers(size, seats, layers, device)
+        buffers = InputBuffers(size, seats, layers, device, update_tables)
         sampler = Sampler(sample, logprobs, seats.num_seats, model.vocab_size, device)
         sampling = RankedSampler(sampler, communicator, device)
         scorer = PromptScorer(logprobs, model.vocab_size)
@@ -242,6 +242,7 @@ class ModelRunner:
         for seating in job.seatings:
             self._seat(seating)
         if len(plan.rows) == 0:
+            buffers.tables.flush()
             return lambda: _without_tokens(plan, fault=False)
         inputs = buffers.read(plan)
         prompt_logprobs: tuple[PromptLogprobs | None, ...] = (None,) * len(plan.rows)

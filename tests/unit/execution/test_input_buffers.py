@@ -13,6 +13,7 @@ from tokenspeed.core.plan import CacheGroup, GroupKind, RowKind, StepPlan
 from tokenspeed.execution import kv_cache
 from tokenspeed.execution.input_buffers import InputBuffers, Seats
 from tokenspeed.execution.kv_cache import PoolSize
+from tokenspeed.kernels.ops.page_table_update.reference import page_table_update
 from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.decoder import TOKEN_IDS
@@ -37,7 +38,7 @@ def ran(buffers: InputBuffers, plan: StepPlan, token_ids: list[int]) -> None:
 
 @pytest.fixture
 def buffers() -> InputBuffers:
-    return InputBuffers(SIZE, Seats(SEATS), (), torch.device("cpu"))
+    return InputBuffers(SIZE, Seats(SEATS), (), torch.device("cpu"), page_table_update)
 
 
 def test_tables_that_follow_deltas_equal_rebuilt_ones(buffers: InputBuffers, tools: Any) -> None:
@@ -58,6 +59,28 @@ def test_tables_that_follow_deltas_equal_rebuilt_ones(buffers: InputBuffers, too
         for seat, table in tables.items():
             row = buffers.page_tables[0, seat].tolist()
             assert row == table + [0] * (len(row) - len(table))
+        if step % 3 == 0:  # what waits is not lost where no step asks for it
+            buffers.tables.flush()
+            assert np.array_equal(buffers.tables.on_device.numpy(), buffers.tables.on_host)
+
+
+def test_a_step_takes_along_few_changes_and_no_cleared_seat(buffers: InputBuffers, tools: Any) -> None:
+    tables = buffers.tables
+
+    def on_device() -> Any:
+        return tables.on_device[0, :SEATS, :2].tolist()
+
+    buffers.apply(tools.make_plan(0, [], seated=[1], pages=[(1, 0, 5)]))
+    assert len(tables.take(9)) == 0, "a seat is cleared, so all of it is done at once"
+    assert on_device()[1] == [5, 0]
+    buffers.apply(tools.make_plan(1, [], pages=[(1, 1, 6), (3, 0, 7)]))
+    assert on_device()[1] == [5, 0]
+    assert tables.take(2).tolist() == [[1, 0, 1, 6], [3, 0, 0, 7]]
+    assert len(tables.take(2)) == 0, "taken once"
+    assert on_device()[1] == [5, 0], "whoever took it sets it"
+    buffers.apply(tools.make_plan(2, [], pages=[(2, 0, 8), (2, 1, 9)]))
+    assert len(tables.take(1)) == 0
+    assert on_device()[2] == [8, 9]
 
 
 def test_a_mixed_batch_equals_a_plain_loop(buffers: InputBuffers, tools: Any) -> None:
@@ -147,7 +170,7 @@ def grouped() -> InputBuffers:
     ctx = BuildContext("cpu", torch.float32)
     specs = (KvSpec(1, 2, 9), KvSpec(1, 2))
     size = PoolSize((FULL, WINDOW), (1, 0), max_model_len=40, kv_bytes=0)
-    return InputBuffers(size, Seats(SEATS), kv_cache.allocate(size, specs, ctx), torch.device("cpu"))
+    return InputBuffers(size, Seats(SEATS), kv_cache.allocate(size, specs, ctx), torch.device("cpu"), page_table_update)
 
 
 def test_each_group_has_tables_of_its_own(grouped: InputBuffers, tools: Any) -> None:

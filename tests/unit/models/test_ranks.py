@@ -4,6 +4,7 @@ and the pages of its partition, and all make the same exchanges."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,9 +61,8 @@ def on_threads(
 @pytest.mark.parametrize("sizes", MESHES)
 def test_many_ranks_compute_what_one_does(family: str, sizes: str, price: str) -> None:
     mesh = Mesh.of(MESHES[sizes])
-    config, tensors = tiny(family)
-    ranks = on_threads(config, tensors, mesh, PRICES[price], f"{family}-{sizes}-{price}")
-    assert_equal_to_one_rank(config, tensors, mesh, [(logits, recorder.calls) for logits, recorder in ranks])
+    ranks = on_threads(*tiny(family), mesh, PRICES[price], f"{family}-{sizes}-{price}")
+    assert_equal_to_one_rank(family, mesh, [(logits, recorder.calls) for logits, recorder in ranks])
 
 
 def test_real_processes_compute_what_one_does(tmp_path: Path) -> None:
@@ -79,9 +79,8 @@ def test_two_gpus_compute_what_one_cpu_rank_does(tmp_path: Path) -> None:
 
 def run_processes(cases: Sequence[tuple[str, str, str]], number: int, folder: Path, solution: str) -> None:
     """All cases on so many processes, each held to one rank."""
-    models = {family: tiny(family) for family, _, _ in cases}
-    for family, model in models.items():
-        torch.save(model, folder / f"{family}.pt")
+    for family in {family for family, _, _ in cases}:
+        torch.save(tiny(family), folder / f"{family}.pt")
     spawn = multiprocessing.get_context("spawn")
     addresses = [spawn.Queue() for _ in range(number)]
     arguments = [(rank, cases, folder, addresses, solution) for rank in range(number)]
@@ -98,24 +97,26 @@ def run_processes(cases: Sequence[tuple[str, str, str]], number: int, folder: Pa
     for family, sizes, price in cases:
         mesh = Mesh.of(MESHES[sizes])
         ranks = [torch.load(folder / f"{family}-{sizes}-{price}-{rank}.pt") for rank in range(mesh.world)]
-        assert_equal_to_one_rank(*models[family], mesh, ranks)
+        assert_equal_to_one_rank(family, mesh, ranks)
 
 
+@functools.cache
 def tiny(family: str) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     """Configuration and weights whose vocabulary and experts divide."""
     oracle = make_oracle(family, **{**CHANGED, **MORE.get(family, {})})
     return oracle.config.to_dict(), oracle.state_dict()
 
 
-def assert_equal_to_one_rank(
-    config: Mapping[str, object],
-    tensors: Mapping[str, torch.Tensor],
-    mesh: Mesh,
-    ranks: Sequence[tuple[list[torch.Tensor], list[object]]],
-) -> None:
+@functools.cache
+def on_one_rank(family: str) -> list[torch.Tensor]:
+    """The logits of every step."""
+    model = build(*tiny(family), BuildContext("cpu", torch.float32))
+    return run_steps(Session(model, 4, MAX_LEN), ONE_RANK, 0)
+
+
+def assert_equal_to_one_rank(family: str, mesh: Mesh, ranks: Sequence[tuple[list[torch.Tensor], list[object]]]) -> None:
     """The logits of all ranks are those of one, and their exchanges each other's."""
-    alone = Session(build(config, tensors, BuildContext("cpu", torch.float32)), 4, MAX_LEN)
-    expected = run_steps(alone, ONE_RANK, 0)
+    expected = on_one_rank(family)
     for rank, (logits, calls) in enumerate(ranks):
         for number, (mine, theirs) in enumerate(zip(logits, expected, strict=True)):
             in_order = theirs if mesh.sizes.attention_dp == 1 else theirs[by_partition(number)]

@@ -70,10 +70,10 @@ class Call:
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    def max_tiles(self, m: int) -> int:
-        """Tiles of queries that the rows make at most."""
+    def max_tiles(self, m: int, longest: int) -> int:
+        """Tiles of queries that rows of up to `longest` make at most."""
         num_tokens = self.q_THK.shape[0]
-        tiles = self.num_rows + num_tokens * self.group // m
+        tiles = min(self.num_rows + num_tokens * self.group // m, self.num_rows * -(-longest * self.group // m))
         return min(tiles, num_tokens) if self.group <= m else tiles
 
 
@@ -126,7 +126,7 @@ def attend(call: Call, longest: int, long_rows: LongRows) -> None:
 
 def long_rows(call: Call, query_lens: tuple[int, int]) -> bool:
     """Rows of query_lens = (shortest, longest): a program a tile where there are enough of these."""
-    if call.max_tiles(EXTEND_M) * call.num_kv_heads < 2 * num_multiprocessors(call.q_THK.device):
+    if call.max_tiles(EXTEND_M, query_lens[1]) * call.num_kv_heads < 2 * num_multiprocessors(call.q_THK.device):
         split(call, wide_split_tile(call), query_lens, fill=False)
         return False
     extend(call, query_lens)
@@ -212,7 +212,7 @@ def split(call: Call, tile: Tile, query_lens: tuple[int, int], *, fill: bool, af
     )
     merge_m = tile.m if device.type == "cpu" else 1 if tile.m <= 16 else 8
     merged = min(tile.m, query_lens[1] * call.group)
-    _triton.merge[(call.max_tiles(tile.m), call.num_kv_heads, -(-merged // merge_m))](
+    _triton.merge[(call.max_tiles(tile.m, query_lens[1]), call.num_kv_heads, -(-merged // merge_m))](
         call.out_THK,
         partial_acc,
         partial_stats,
@@ -236,7 +236,7 @@ def extend(call: Call, query_lens: tuple[int, int]) -> None:
     """Rows of query_lens = (shortest, longest), a program a tile."""
     tile = extend_tile(call)
     none = torch.empty(0, dtype=torch.float32, device=call.q_THK.device)
-    grid = (call.max_tiles(tile.m) * call.num_kv_heads,)
+    grid = (call.max_tiles(tile.m, query_lens[1]) * call.num_kv_heads,)
     sizes = {"CHUNK": 0, "KEPT_M": tile.m, "SPLIT": False, "FILL": False}
     launch_tiles(call, tile, grid, (none, none), limits=(*query_lens, 1), sizes=sizes)
 

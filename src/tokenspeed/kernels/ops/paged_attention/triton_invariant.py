@@ -59,7 +59,7 @@ def attend(call: Call, longest: int) -> None:
     from tokenspeed.kernels.ops.paged_attention import _triton
 
     device, tile, block_k = call.q_THK.device, tile_of(call), call.fixed["BLOCK_K"]
-    units = call.max_tiles(tile.m) * call.num_kv_heads
+    units = call.max_tiles(tile.m, longest) * call.num_kv_heads
     is_split = units < 2 * num_multiprocessors(device)
     num_chunks = -(-call.block_tables_RB.shape[1] * call.k_pages.shape[1] // CHUNK)
     kept_m = min(tile.m, power(longest * call.group))

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Blocks of threads, warps, barriers and bulk copies of a GPU on one CPU thread: in the place of
 // ops/decode_step/_persistent_ptx.cuh, device code runs where there is no GPU. Threads take turns wherever they wait;
-// copies come late, in an order drawn at random; shared memory holds NaN at first. x86-64 alone.
+// blocks stay behind and copies come late, drawn at random; shared memory holds NaN at first. x86-64 alone.
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -24,6 +24,8 @@ struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+
+constexpr u32 SPINS_MAX = 100000;
 
 namespace emulated {
 constexpr int STACK = 1 << 16;
@@ -108,9 +110,11 @@ inline bool run(int num_blocks, int num_threads, int num_consumers, int memory, 
     *--top = (void*)enter;
     thread.stack_pointer = top - 6;
   }
+  std::vector<int> asleep(num_blocks);  // turns that a block stays behind
   for (size_t num_left = threads.size(); num_left && !has_failed;) {
+    for (int& turns : asleep) turns = turns ? turns - 1 : random() % 32 ? 0 : random() % 256;
     for (Thread& thread : threads) {
-      if (thread.is_done || has_failed) continue;
+      if (thread.is_done || has_failed || asleep[thread.block]) continue;
       running = &thread, threadIdx.x = thread.index, blockIdx.x = thread.block;
       emulated_switch(&scheduler, thread.stack_pointer);
       num_left -= thread.is_done;
@@ -177,9 +181,13 @@ inline void barrier_expect(u64* barrier, int num_bytes) {
 }
 inline void barrier_wait(u64* barrier, u32 parity) {
   for (int spins = 0; emulated::at(barrier).phase == (short)parity; spins++) {
-    if (spins > 200000) __trap();
+    if (spins > (int)SPINS_MAX) __trap();
     emulated::yield();
   }
+}
+inline bool barrier_has_passed(u64* barrier, u32 parity) {
+  emulated::yield();
+  return emulated::at(barrier).phase != (short)parity;
 }
 inline u64 read_once_policy() { return 0; }
 inline void copy_bytes(void* to, const void* from, int num_bytes, u64* barrier, u64) {
@@ -202,6 +210,8 @@ inline void copy_tokens(void* to, const void* map, int number, int token, int he
   }});
 }
 inline void prefetch_map(const void*) {}
+inline void fetch_to_cache(const void*, int) {}
+inline long long cycles() { return 0; }
 inline void consumers_wait() { emulated::wait(emulated::consumers[blockIdx.x]); }
 inline void __syncthreads() { emulated::wait(emulated::blocks[blockIdx.x]); }
 inline void __syncwarp() { emulated::wait(*emulated::running->warp); }
@@ -217,7 +227,7 @@ inline void counter_add(u32* counter, u32 number) { *counter += number; }
 inline u32 counter_next(u32* counter) { return (*counter)++; }
 inline void counter_wait(const u32* counter, u32 target) {
   for (int spins = 0; *(const volatile u32*)counter < target; spins++) {
-    if (spins > 200000) __trap();
+    if (spins > (int)SPINS_MAX) __trap();
     emulated::yield();
   }
 }

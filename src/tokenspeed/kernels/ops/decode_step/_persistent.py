@@ -135,7 +135,9 @@ def _layer_refusal(model: DenseModel, layer: DenseLayer) -> str | None:
     if block_size != first.k_pages.shape[1] or block_size % 16:
         return f"pages of {block_size} tokens, which are not all alike or not a multiple of 16"
     page_stride, token_stride, head_stride, last_stride = pages.stride()
-    if layer.v_pages.stride() != pages.stride() or last_stride != 1 or pages.dtype is not model.embed.dtype:
+    if pages.dtype is not model.embed.dtype:
+        return f"pages of {pages.dtype} beside weights of {model.embed.dtype}"
+    if layer.v_pages.stride() != pages.stride() or last_stride != 1:
         return "pages of K and V that lie differently"
     if not token_stride <= head_stride <= page_stride or any(step % 8 for step in pages.stride()[:3]):
         return "pages in which a head's tokens do not lie together"

@@ -91,11 +91,10 @@ def _table(size: StepSize, buffers: InputBuffers) -> tuple[Section, ...]:
     def of(name: str, dtype: type[np.generic], source: Callable[[_Given], Any], padding: float | None = 0) -> Section:
         return Section(name, rows, dtype, source, padding)
 
+    nothing_N4 = np.tile(np.array([seats.each, 0, 0, 0], dtype=np.int32), (_delta_len(size), 1))  # null pages, as ever
+
     def delta(given: _Given) -> Int32Array:
-        """Blocks of nobody's seat stay null pages."""
-        none_N4 = np.tile(np.array([seats.each, 0, 0, 0], dtype=np.int32), (_delta_len(size), 1))
-        none_N4[: len(given.delta_N4)] = given.delta_N4
-        return none_N4.ravel()
+        return np.concatenate((given.delta_N4, nothing_N4[len(given.delta_N4) :])).ravel()
 
     return (
         Section("delta", 4 * _delta_len(size), np.int32, delta),

@@ -54,6 +54,7 @@ from tokenspeed.transfer import resolve as resolve_mover
 _log = logging.getLogger(__name__)
 _WARMUP_LEN = 64
 _MOVER = "host"
+_PLAN_ARRAYS = tuple(field.name for field in dataclasses.fields(StepPlan) if field.name != "step_id")
 _BEHIND_FORWARD = ("sampling", "logprobs")
 """Ops that can run op by op behind a captured forward."""
 
@@ -406,8 +407,7 @@ def _plain_plan(step_id: int, kind: RowKind, token_ids: Int32Array, *, seated: b
 
 
 def _copy(plan: StepPlan) -> StepPlan:
-    fields = (field.name for field in dataclasses.fields(plan) if field.name != "step_id")
-    return dataclasses.replace(plan, **{name: getattr(plan, name).copy() for name in fields})
+    return StepPlan(plan.step_id, *(getattr(plan, name).copy() for name in _PLAN_ARRAYS))
 
 
 def _without_tokens(plan: StepPlan, *, fault: bool) -> StepOutput:

@@ -9,7 +9,6 @@ what its request is or when it ends. The maths is the op's.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import logging
 import zlib
 from collections.abc import Callable
@@ -37,8 +36,8 @@ BoolArray = NDArray[np.bool_]
 _NO_IDS, _NO_VALUES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
 
-class Need(enum.IntFlag):
-    """What a seat needs beyond the most likely token."""
+class Need:
+    """What a seat needs beyond the most likely token: bits, as plain integers, which are looked at in every step."""
 
     DRAW = 1
     FILTER = 2
@@ -305,9 +304,9 @@ class Sampler:
         return uploaded(array, self._device)
 
 
-def _needs_of(seating: Seating) -> Need:
+def _needs_of(seating: Seating) -> int:
     sampling = seating.sampling
-    needs = Need(0)
+    needs = 0
     if sampling.temperature >= GREEDY_BELOW:
         needs |= Need.DRAW
         if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:

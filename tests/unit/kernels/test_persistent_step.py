@@ -15,7 +15,7 @@ import torch
 
 from drawn_dense import Drawn, Shape, agreement
 from emulated_step import SHARED_MEMORY, emulated
-from tokenspeed.kernels.ops.decode_step import _persistent
+from tokenspeed.kernels.ops.decode_step import _persistent, _program
 from tokenspeed.kernels.ops.decode_step.cuda import SOLUTION
 from tokenspeed.kernels.registry import KernelContext, Reason
 
@@ -105,6 +105,32 @@ def test_a_slot_is_chosen_that_rows_fill() -> None:
     layer = dataclasses.replace(model.layers[0], **wide)
     constants = _persistent.constants_of(dataclasses.replace(model, layers=(layer,)), 132, SHARED_MEMORY)
     assert (constants.slot, constants.unit_tokens, constants.splits) == (24576, 64, 16)
+
+
+def test_what_was_compiled_once_is_kept_by_source_and_constants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def compile_now(_source: str, options: list[str]) -> bytes:
+        asked.append(options)
+        return b"binary %d" % len(asked)
+
+    monkeypatch.setenv("TOKENSPEED_CACHE", str(tmp_path))
+    monkeypatch.setattr(_program, "_compile", compile_now)
+    first = _program.compiled("source", {"HIDDEN": 64}, "sm_90a")
+    assert _program.compiled("source", {"HIDDEN": 64}, "sm_90a") == first == b"binary 1"
+    assert _program.compiled("source", {"HIDDEN": 128}, "sm_90a") == b"binary 2"
+    assert _program.compiled("other", {"HIDDEN": 64}, "sm_90a") == b"binary 3"
+    assert "--define-macro=HIDDEN=128" in asked[1]
+
+
+def test_without_a_compiler_the_reason_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENSPEED_CACHE", str(tmp_path))
+    monkeypatch.setattr(_program, "_compiler", lambda: None)
+    assert _program.compiler_version() is None
+    with pytest.raises(_program.ProgramError, match="NVRTC is not installed"):
+        _program.compiled("source", {}, "sm_90a")
 
 
 def _constants(shape: Shape) -> _persistent.Constants:

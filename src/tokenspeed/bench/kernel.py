@@ -25,7 +25,7 @@ from tokenspeed.core.errors import ConfigError
 from tokenspeed.kernels.conformance import BenchCase, Case, Tolerance
 from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution, op_names, solutions_of
 
-OURS = frozenset({"reference", "portable", "cpu", "triton", "cuda"})
+OURS = frozenset({"reference", "portable", "cpu", "triton", "gluon", "cuda"})
 """Names of solutions of the project, and what they begin with; one of another name stands for a library, or is a
 plugin."""
 _COPIES_MAX = 32

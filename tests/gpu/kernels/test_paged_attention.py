@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SOLUTIONS = ("triton", "triton_invariant")
+SOLUTIONS = ("triton", "triton_invariant", "gluon")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ SHAPES = {
     "mixed": Shape(MIXED, num_padding=7),
     "prefill": Shape(((1, 3000), (4099, 8209))),
     "long-extend": Shape(((65, 30011),)),
+    "few-long": Shape(((1, 4003), (17, 3001), (65, 9011), (0, 0)), num_padding=3),
+    "few-long-window": Shape(((37, 20011), (1, 7)), options={"window": 5000}, has_sinks=True),
+    "many-rows": Shape(tuple((17 + 37 * row, 500 + 91 * row) for row in range(40))),
     "window": Shape(MIXED, options={"window": 512}),
     "narrow-window": Shape(((1, 3000), (4099, 8209)), options={"window": 100}),
     "soft-cap": Shape(MIXED, options={"soft_cap": 30.0}),

@@ -23,6 +23,7 @@ import torch
 from tokenspeed.core.plan import Int32Array
 from tokenspeed.execution.edits import DrawColumns, EditBuffers, SampleStep, StepEdits
 from tokenspeed.execution.forward import Forward
+from tokenspeed.execution.host_copies import uploaded
 from tokenspeed.execution.input_buffers import InputBuffers, StepInputs
 from tokenspeed.execution.penalties import PenaltyTables
 from tokenspeed.execution.staged_arrays import Section, StagedArrays
@@ -192,6 +193,36 @@ class StepGraphs:
             else:
                 return None
             return step.told_2S
+
+        return sampled
+
+    def sampling_behind(self, logits_SV: torch.Tensor, inputs: StepInputs, columns: DrawColumns) -> SampleStep | None:
+        """As sampling, of a step that ran op by op: by the kernels of captured ones, so that none is compiled late."""
+        if not self._samples:
+            return None
+
+        def sampled(edits: StepEdits | None) -> torch.Tensor | None:
+            if edits is not None and not self._edits.fill(edits):
+                return None
+            device, none = self._buffers.device, SamplingInputs()
+            top_k_S, top_p_S, min_p_S, temperature_S, seed_S, position_S = (
+                uploaded(column, device)
+                for column in (
+                    columns.top_k_S,
+                    columns.top_p_S,
+                    columns.min_p_S,
+                    columns.temperature_S,
+                    columns.seed_S,
+                    inputs.position_S,
+                )
+            )
+            draws = Draws(temperature_S, seed_S, position_S, Filters(top_k_S, top_p_S, min_p_S))
+            drawn_by = dataclasses.replace(none if edits is None else self._edits.inputs(), draws=draws)
+            found = self._sample(logits_SV, drawn_by)
+            if edits is not None:
+                self._edits.count(found)
+            self._buffers.commit(inputs, found.token_ids_S)
+            return torch.stack([found.token_ids_S, found.is_faulty_S.to(torch.int64)])
 
         return sampled
 

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from tokenspeed.core.request import TokenLogprobs
 from tokenspeed.execution.host_copies import Download
-from tokenspeed.kernels.ops.logprobs import LogprobsFn
+from tokenspeed.kernels.ops.logprobs import MAX_TOP, LogprobsFn
 
 LOGPROB_MIN = -9999.0
 """Stands for minus infinity, which JSON cannot carry."""
 _CHUNK_VALUES = 1 << 24
+_NUM_TOP = (0, 1, 5, MAX_TOP)
+"""A kernel is compiled for each, so that others take the next of them."""
 
 
 class ScoredTokens:
@@ -51,13 +53,20 @@ def token_logprobs(
     return ScoredTokens(op, logits_NV, token_ids_N, num_top_N).entries()
 
 
+def touch(op: LogprobsFn, vocab_size: int, device: torch.device) -> None:
+    """Call the op in every way in which it is called later."""
+    logits_1V = torch.zeros(1, vocab_size, device=device)
+    for num_top in _NUM_TOP:
+        op(logits_1V, torch.zeros(1, dtype=torch.int64, device=device), num_top)
+
+
 def rows_per_chunk(vocab_size: int) -> int:
     """How many rows of logits fit the memory bound."""
     return max(1, _CHUNK_VALUES // vocab_size)
 
 
 def _scored(op: LogprobsFn, logits_NV: torch.Tensor, token_ids_N: torch.Tensor, num_top: int) -> Download:
-    found = op(logits_NV.float(), token_ids_N, num_top)
+    found = op(logits_NV.float(), token_ids_N, next(most for most in _NUM_TOP if most >= num_top))
     return Download(token_ids_N, found.logprobs_S, found.ranks_S, found.top_ids_SK, found.top_logprobs_SK)
 
 

@@ -249,15 +249,17 @@ class ModelRunner:
         prompt_logprobs: tuple[PromptLogprobs | None, ...] = (None,) * len(plan.rows)
         scores = self._prompt_scorer.has_work(inputs)
         size = None if scores or self._graphs is None else self._graphs.fitting(inputs)
-        prepared = None
+        prepared, columns = None, self._sampling.draw_columns(inputs.seats_S)
         if scores:
             logits_SV, hidden_TD = self._forward.logits_and_hidden(buffers.step(inputs))
             prompt_logprobs = self._prompt_scorer.score(inputs, hidden_TD, self._forward.head)
         elif size is not None and self._graphs is not None:
-            logits_SV = self._graphs.forward(inputs, size, self._sampling.draw_columns(inputs.seats_S))
+            logits_SV = self._graphs.forward(inputs, size, columns)
             prepared = self._graphs.sampling(size)
         else:
             logits_SV = self._forward.logits(buffers.step(inputs))
+        if self._graphs is not None and size is None:
+            prepared = self._graphs.sampling_behind(logits_SV, inputs, columns)
         drawn = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S, prepared)
         if not drawn.is_known:
             buffers.commit(inputs, drawn.token_ids_S)
@@ -299,6 +301,7 @@ class ModelRunner:
 
         def act() -> None:
             with compiled_ahead(num_cpus()):
+                self._prompt_scorer.touch(torch.device(self.info.device))
                 for plan, seatings in (*self._small_steps(), *self._large_steps()):
                     self._step(_Job(StepHandle(plan.step_id), plan, seatings))
                     self._buffers.last_token.zero_()

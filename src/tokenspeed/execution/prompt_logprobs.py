@@ -15,7 +15,7 @@ import torch
 from tokenspeed.core.plan import Int32Array, RowKind, Seating
 from tokenspeed.core.request import TokenLogprobs
 from tokenspeed.execution.input_buffers import StepInputs
-from tokenspeed.execution.logprobs import rows_per_chunk, token_logprobs
+from tokenspeed.execution.logprobs import rows_per_chunk, token_logprobs, touch
 from tokenspeed.execution.outputs import PromptLogprobs
 from tokenspeed.kernels.ops.logprobs import LogprobsFn
 
@@ -32,9 +32,13 @@ class PromptScorer:
     """Prompts by seat, of the seats that asked for prompt log-probabilities."""
 
     def __init__(self, logprobs: LogprobsFn, vocab_size: int) -> None:
-        self._logprobs = logprobs
+        self._logprobs, self._vocab_size = logprobs, vocab_size
         self._rows_per_chunk = rows_per_chunk(vocab_size)
         self._prompts: dict[int, _Prompt] = {}
+
+    def touch(self, device: torch.device) -> None:
+        """Call all that scoring calls, of tokens that are sampled too."""
+        touch(self._logprobs, self._vocab_size, device)
 
     def seat(self, seating: Seating) -> None:
         """A request takes a seat."""

@@ -89,15 +89,18 @@ def with_grammars(loop: Any) -> Any:
     return loop
 
 
-@pytest.mark.parametrize("overlap_depth", [0, 1])
-def test_prepared_steps_edit_logits_as_plain_ones_do(new_loop: NewLoop, tools: Any, overlap_depth: int) -> None:
-    """Masks, penalties, biases, bans of end tokens and log-probabilities, of some rows and of all."""
+@pytest.mark.parametrize(("overlap_depth", "max_num_tokens"), [(0, 512), (1, 512), (1, 16)])
+def test_prepared_steps_edit_logits_as_plain_ones_do(
+    new_loop: NewLoop, tools: Any, overlap_depth: int, max_num_tokens: int
+) -> None:
+    """Masks, penalties, biases, bans of end tokens and log-probabilities, of some rows and of all; steps of more tokens
+    than are prepared, too."""
     generator = np.random.default_rng(6)
     kinds: list[dict[str, Any]] = [
         GREEDY,
         {**DRAWN, "frequency_penalty": 0.7, "logit_bias": ((4, 3.0), (9, -2.0))},
         {**DRAWN, "grammar": Grammar("regex", "3")},
-        {**GREEDY, "repetition_penalty": 1.6, "logprobs": 3},
+        {**GREEDY, "repetition_penalty": 1.6, "logprobs": 3, "prompt_logprobs": 2},
         {**GREEDY, "grammar": Grammar("regex", "5"), "presence_penalty": 0.4, "logprobs": 0},
         {**GREEDY, "min_tokens": 9, "logit_bias": tuple((token_id, 2.0) for token_id in range(0, 90, 3))},
         {"temperature": 1.1, "logit_bias": tuple((token_id % 97, 0.01) for token_id in range(300))},
@@ -113,29 +116,36 @@ def test_prepared_steps_edit_logits_as_plain_ones_do(new_loop: NewLoop, tools: A
         for index, kind in enumerate(kinds)
     ]
     plain, loop = with_grammars(new_loop(overlap_depth=0)), with_grammars(new_loop(overlap_depth=overlap_depth))
-    loop.runner._graphs = graphs = prepared(loop.runner, 8, 512, samples=True)
+    loop.runner._graphs = graphs = prepared(loop.runner, 8, max_num_tokens, samples=True)
     used: list[bool | None] = []
-    sampling = graphs.sampling
+    num_behind = 0
 
-    def spy(size: StepSize) -> Any:
-        sample = sampling(size)
-        assert sample is not None
+    def spied(sampling: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*arguments: Any) -> Any:
+            nonlocal num_behind
+            sample = sampling(*arguments)
+            num_behind += len(arguments) > 1
 
-        def sampled(edits: Any) -> Any:
-            told = sample(edits)
-            used.append(None if told is None else edits is not None)
-            return told
+            def sampled(edits: Any) -> Any:
+                told = sample(edits)
+                used.append(None if told is None else edits is not None)
+                return told
 
-        return sampled
+            return sampled
 
-    graphs.sampling = spy  # type: ignore[method-assign]
+        return spy
+
+    graphs.sampling = spied(graphs.sampling)  # type: ignore[method-assign]
+    graphs.sampling_behind = spied(graphs.sampling_behind)  # type: ignore[method-assign]
     for _ in range(2):  # again, in seats that others had
         expected, found = plain.run(wishes), loop.run(wishes)
         assert [request.token_ids for request in found] == [request.token_ids for request in expected]
         assert [request.logprobs for request in found] == [request.logprobs for request in expected]
+        assert [request.prompt_logprobs for request in found] == [request.prompt_logprobs for request in expected]
         assert all(token_id % 7 == (3 + index) % 7 for index, token_id in enumerate(found[2].token_ids))
     assert set(used) == {True, False, None}, "all of: edited, not edited, more values than there is room for"
     assert used.count(True) > 2 * used.count(None)
+    assert num_behind > (0 if max_num_tokens == 512 else 5)
 
 
 @pytest.mark.parametrize(("samples", "whole_steps"), [(True, False), (False, False), (True, True)])

@@ -97,7 +97,7 @@ async def traced(options: argparse.Namespace) -> tuple[Shares, float]:
         model=ModelConfig(
             model=options.model, load_format=options.load_format, max_model_len=options.context + options.tokens + 64
         ),
-        cache=CacheConfig(memory_fraction=0.85),
+        cache=CacheConfig(memory_fraction=0.85, kv_dtype=options.kv_cache_dtype),
         scheduler=SchedulerConfig(max_num_batched_tokens=8192),
         device=DeviceConfig(kernel_overrides=tuple(tuple(each.split("=", 1)) for each in options.kernel)),
     ).validate()
@@ -169,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder, alias or hub id")
     parser.add_argument("--load-format", default="dummy", help="how the model is stored (default: dummy)")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, bf16 or fp8 (default: auto)")
     parser.add_argument("--batch", type=int, default=1, help="requests at once (default: 1)")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt (default: 1024)")
     parser.add_argument("--kernel", action="append", default=[], help="OP=SOLUTION, as of tokenspeed serve")

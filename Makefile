@@ -32,7 +32,7 @@ serve: $(VENV)/.base ## serve MODEL=alias|folder|file.gguf|hub id on 127.0.0.1:8
 	@$(BIN)/tokenspeed serve "$(MODEL)" $(ARGS)
 
 test: $(VENV)/.test ## the tests, real models included
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-full: $(VENV)/.test ## the tests, slow ones and the 1.5B model included
 	@$(BIN)/python -m pytest -m "(slow or not slow) and not clients and not gpu" $(ARGS)

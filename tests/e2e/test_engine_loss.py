@@ -18,6 +18,10 @@ import pytest
 
 from scripted import write_scripted_model
 
+ONE_RESTART = """import sys, tokenspeed.cli, tokenspeed.server.supervisor as s
+s.RestartPolicy.__init__.__defaults__ = (60.0, 1, 1.0)
+sys.exit(tokenspeed.cli.main())"""
+"""The server's program, which starts a dead engine once and not four times in a row."""
 REPLY = "All work and no play makes a dull day. " * 50
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
@@ -207,9 +211,9 @@ def test_an_engine_that_dies_again_and_again_ends_the_server(start_server: Any, 
 
 def test_an_engine_that_cannot_start_again_ends_the_server(start_server: Any, tmp_path: Path) -> None:
     folder = write_scripted_model(tmp_path / "model", [("", "ok")])
-    server = start_server(str(folder), "--load-format", "scripted", "--debug")
+    server = start_server(str(folder), "--load-format", "scripted", "--debug", program=("-c", ONE_RESTART))
     (folder / "script.json").unlink()
     kill_engine(server)
     assert server.process.wait(120.0) == 1
     last = server.log.splitlines()[-1]
-    assert last.startswith("error: the engine has ended 5 times in a row, the last time so: the engine cannot start: ")
+    assert last.startswith("error: the engine has ended 2 times in a row, the last time so: the engine cannot start: ")

@@ -183,8 +183,15 @@ def read_all(server: Any, path: str, stream: bool, answers: dict[tuple[str, bool
     answers[path, stream] = f"{got.status_code} {text}"
 
 
-@pytest.mark.parametrize("twice", [False, True], ids=["the grace ends", "a second signal"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "twice"),
+    [
+        pytest.param(signal.SIGINT, True, id="a second signal"),
+        pytest.param(signal.SIGTERM, False, id="the grace ends"),
+        pytest.param(signal.SIGINT, False, id="the grace ends, other signal", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, True, id="a second signal, other signal", marks=pytest.mark.slow),
+    ],
+)
 def test_what_still_runs_at_the_end_is_told_so(
     start_server: Any, tmp_path: Path, number: signal.Signals, twice: bool
 ) -> None:

@@ -39,7 +39,8 @@ class ScoredTokens:
 
     def entries(self) -> list[TokenLogprobs]:
         """One a row. rank is 1 + the number of tokens that are strictly more likely."""
-        rows = [row for chunk in self._chunks for row in zip(*map(_finite, chunk.wait()), strict=True)]
+        most = max(self._num_top_N)
+        rows = [row for chunk in self._chunks for row in zip(*(_finite(x, most) for x in chunk.wait()), strict=True)]
         return [
             TokenLogprobs(token_id, chosen, rank, tuple(zip(top_ids[:num], top[:num], strict=True)))
             for (token_id, chosen, rank, top_ids, top), num in zip(rows, self._num_top_N, strict=True)
@@ -70,6 +71,8 @@ def _scored(op: LogprobsFn, logits_NV: torch.Tensor, token_ids_N: torch.Tensor, 
     return Download(token_ids_N, found.logprobs_S, found.ranks_S, found.top_ids_SK, found.top_logprobs_SK)
 
 
-def _finite(column: NDArray[Any]) -> list[Any]:
+def _finite(column: NDArray[Any], most: int) -> list[Any]:
+    """most: entries that are wanted of a row that has several."""
+    column = column if column.ndim == 1 else column[:, :most]
     values: list[Any] = (column.clip(LOGPROB_MIN, 0.0) if column.dtype == np.float32 else column).tolist()
     return values

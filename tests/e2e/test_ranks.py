@@ -189,8 +189,8 @@ def texts(start: Any, model: Path, *flags: str) -> list[str]:
     server.client.timeout = httpx.Timeout(900.0)
     try:
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            answers = list(pool.map(lambda prompt: server.chat(prompt, max_tokens=40), PROMPTS))
-            answers.append(server.chat(PROMPTS[0], guided_regex="[a-z]{3}( [a-z]{3}){5}"))
+            answers = list(pool.map(lambda prompt: server.chat(prompt, max_tokens=24), PROMPTS))
+            answers.append(server.chat(PROMPTS[0], guided_regex="[a-z]{3}( [a-z]{3}){3}"))
         assert [answer.status_code for answer in answers] == [200] * (len(PROMPTS) + 1)
         server.wait_until_idle(10.0)
         return [answer.json()["choices"][0]["message"]["content"] for answer in answers]

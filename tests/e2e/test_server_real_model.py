@@ -76,19 +76,20 @@ def test_ten_turns_compute_only_what_is_new(server: Any) -> None:
 
 
 def test_sixty_four_streams_give_the_text_of_a_lone_request(server: Any) -> None:
-    prompts = [f"Write one sentence about {topic}, style {style}." for topic in TOPICS for style in (1, 2)]
+    """Two of each prompt, so that half as many have to be asked alone."""
+    prompts = [f"Write one sentence about {topic}." for topic in TOPICS]
     alone = [ask(server, prompt, 8)[0] for prompt in prompts]
     with ThreadPoolExecutor(64) as pool:
-        together = list(pool.map(lambda prompt: ask_streamed(server, prompt, 8), prompts))
-    assert together == alone
+        together = list(pool.map(lambda prompt: ask_streamed(server, prompt, 8), prompts * 2))
+    assert together == alone * 2
     server.wait_until_idle()
 
 
 def test_a_pool_of_1024_tokens_preempts_and_finishes_all(server: Any, small_server: Any) -> None:
-    prompts = [f"Tell me a story about {topic}." for topic in TOPICS]
-    with ThreadPoolExecutor(32) as pool:
-        expected = list(pool.map(lambda prompt: ask(server, prompt, 48)[0], prompts))
-        answers = list(pool.map(lambda prompt: ask(small_server, prompt, 48)[0], prompts))
+    prompts = [f"Tell me a story about {topic}." for topic in TOPICS[:24]]
+    with ThreadPoolExecutor(24) as pool:
+        expected = list(pool.map(lambda prompt: ask(server, prompt, 36)[0], prompts))
+        answers = list(pool.map(lambda prompt: ask(small_server, prompt, 36)[0], prompts))
     assert answers == expected
     assert small_server.metric("num_preemptions_total") > 0
     small_server.wait_until_idle()
@@ -102,10 +103,10 @@ def test_a_prompt_beyond_the_pool_is_refused_with_the_numbers(small_server: Any)
     assert small_server.chat("Hello", max_tokens=4).status_code == 200
 
 
-def test_fifty_clients_that_go_leave_nothing(server: Any) -> None:
+def test_clients_that_go_leave_nothing(server: Any) -> None:
     long_prompt = "The quick brown fox jumps over the lazy dog. " * 150
     baseline = ask(server, "Name three colours.", 12)[0]
-    for index in range(50):
+    for index in range(18):
         kind = ("stream", "prefill", "plain")[index % 3]
         content = f"{index} {long_prompt}" if kind == "prefill" else f"Count to {1000 + index}."
         body = {

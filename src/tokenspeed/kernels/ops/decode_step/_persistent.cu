@@ -216,9 +216,48 @@ __device__ void attend_units(const Span& span, int position, Ring& ring, Attende
   }
 }
 
+// Score of the new token, by the warps that have had the least to do.
+__device__ void score_new(const Span& span, Shared& shared) {
+  const int lane = threadIdx.x % 32;
+  for (int row = NUM_WARPS - 1 - (int)threadIdx.x / 32; row < GROUP; row += NUM_WARPS) {
+    float score = 0;
+    if (span.split == 0) {
+      for (int dim = lane; dim < HEAD_DIM; dim += 32)
+        score += low(shared.q[row * Q_STRIDE + dim]) * low(shared.new_k[dim]);
+      score = warp_sum(score);
+    }
+    if (lane == 0) {
+      shared.tile_max[TILES][row] = span.split == 0 ? score : NOTHING;
+      shared.tile_sum[TILES][row] = span.split == 0 ? 1.f : 0.f;
+    }
+  }
+}
+
+// A warp's sums to its buffer; on later turns beside those that are there, for which both shrink.
+__device__ __forceinline__ void keep_sums(const Attended& mine, int half, int turn, Shared& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / DIM_WARPS, row = lane / 4 + 8 * half;
+  const int first = tile % SUM_BUFFERS;
+  float factor = 1.f, other_factor = 0.f;
+  if (turn) {
+    float before = NOTHING;
+    for (int i = 0; i < turn; i++) before = fmaxf(before, shared.tile_max[first + i * SUM_BUFFERS][row]);
+    const float now = fmaxf(before, mine.max[half]);
+    factor = exp2f(mine.max[half] - now), other_factor = exp2f(before - now);
+  }
+  float* to = shared.buffer + first * HEAD_FLOATS + row * HEAD_DIM + warp % DIM_WARPS * WARP_DIM + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < WARP_DIM / 8; i++) {
+    float2 sum = make_float2(factor * mine.values[i][2 * half], factor * mine.values[i][2 * half + 1]);
+    float2* at = (float2*)(to + i * 8);
+    if (turn) sum.x += other_factor * at->x, sum.y += other_factor * at->y;
+    *at = sum;
+  }
+}
+
 // The block's sums over its tokens, the new one included, to `parts` and `stats`.
 __device__ void add_up_warps(const Params& params, const Span& span, Attended& mine, Shared& shared) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / DIM_WARPS;
+  constexpr int TURNS = TILES / SUM_BUFFERS;
+  const int lane = threadIdx.x % 32, tile = threadIdx.x / 32 / DIM_WARPS;
 #pragma unroll
   for (int half = 0; half < ROW_HALVES; half++) {
     const int row = lane / 4 + 8 * half;
@@ -226,47 +265,38 @@ __device__ void add_up_warps(const Params& params, const Span& span, Attended& m
     mine.sum[half] += __shfl_xor_sync(~0u, mine.sum[half], 2);
     if (lane % 4 == 0 && row < GROUP) shared.tile_max[tile][row] = mine.max[half], shared.tile_sum[tile][row] = mine.sum[half];
   }
-  for (int row = warp; row < GROUP; row += NUM_WARPS) {
-    float score = 0;
-    for (int dim = lane; dim < HEAD_DIM; dim += 32)
-      score += span.split == 0 ? low(shared.q[row * Q_STRIDE + dim]) * low(shared.new_k[dim]) : 0.f;
-    score = warp_sum(score);
-    if (lane == 0) {
-      shared.tile_max[TILES][row] = span.split == 0 ? score : NOTHING;
-      shared.tile_sum[TILES][row] = span.split == 0 ? 1.f : 0.f;
-    }
+  score_new(span, shared);
+  for (int turn = 0; turn < TURNS; turn++) {
+    if (turn) consumers_wait();
+#pragma unroll
+    for (int half = 0; half < ROW_HALVES; half++)
+      if (tile / SUM_BUFFERS == turn && lane / 4 + 8 * half < GROUP) keep_sums(mine, half, turn, shared);
   }
   consumers_wait();
-  for (int turn = 0; turn < TILES / SUM_BUFFERS; turn++) {
-    if (tile / SUM_BUFFERS == turn) {
-#pragma unroll
-      for (int half = 0; half < ROW_HALVES; half++) {
-        const int row = lane / 4 + 8 * half;
-        if (row >= GROUP) continue;
-        float highest = NOTHING;
-        for (int i = 0; i <= TILES; i++) highest = fmaxf(highest, shared.tile_max[i][row]);
-        const float factor = exp2f(mine.max[half] - highest);
-        float* to = shared.buffer + tile % SUM_BUFFERS * HEAD_FLOATS + row * HEAD_DIM + warp % DIM_WARPS * WARP_DIM;
-#pragma unroll
-        for (int i = 0; i < WARP_DIM / 8; i++) {
-          float2* at = (float2*)(to + i * 8 + lane % 4 * 2);
-          float2 sum = turn ? *at : make_float2(0.f, 0.f);
-          sum.x += factor * mine.values[i][2 * half], sum.y += factor * mine.values[i][2 * half + 1];
-          *at = sum;
-        }
-      }
-    }
-    consumers_wait();
-  }
   const int part = span.head * SPLITS + span.split;
-  for (int at = threadIdx.x; at < HEAD_FLOATS; at += CONSUMERS) {
+  for (int at = 2 * (int)threadIdx.x; at < HEAD_FLOATS; at += 2 * CONSUMERS) {
     const int row = at / HEAD_DIM, dim = at % HEAD_DIM;
-    float highest = NOTHING, weights = 0, sum = 0;
-    for (int i = 0; i <= TILES; i++) highest = fmaxf(highest, shared.tile_max[i][row]);
-    for (int i = 0; i <= TILES; i++) weights += exp2f(shared.tile_max[i][row] - highest) * shared.tile_sum[i][row];
-    for (int i = 0; i < SUM_BUFFERS; i++) sum += shared.buffer[i * HEAD_FLOATS + at];
-    if (span.split == 0) sum += exp2f(shared.tile_max[TILES][row] - highest) * low(shared.new_v[dim]);
-    __stcg(params.parts + (long long)part * HEAD_FLOATS + at, sum);
+    float maxima[SUM_BUFFERS], highest = shared.tile_max[TILES][row], weights;
+#pragma unroll
+    for (int i = 0; i < SUM_BUFFERS; i++) {
+      maxima[i] = shared.tile_max[i][row];
+      for (int turn = 1; turn < TURNS; turn++) maxima[i] = fmaxf(maxima[i], shared.tile_max[i + turn * SUM_BUFFERS][row]);
+      highest = fmaxf(highest, maxima[i]);
+    }
+    const float new_weight = exp2f(shared.tile_max[TILES][row] - highest) * shared.tile_sum[TILES][row];
+    float2 sum = make_float2(0.f, 0.f);
+    if (span.split == 0) sum = make_float2(new_weight * low(shared.new_v[dim]), new_weight * low(shared.new_v[dim + 1]));
+    weights = new_weight;
+#pragma unroll
+    for (int i = 0; i < SUM_BUFFERS; i++) {
+      const float factor = exp2f(maxima[i] - highest);
+      const float2 more = *(const float2*)(shared.buffer + i * HEAD_FLOATS + at);
+      sum.x += factor * more.x, sum.y += factor * more.y;
+      if constexpr (TURNS == 1) weights += factor * shared.tile_sum[i][row];
+    }
+    if constexpr (TURNS > 1)
+      for (int i = 0; i < TILES; i++) weights += exp2f(shared.tile_max[i][row] - highest) * shared.tile_sum[i][row];
+    __stcg((float2*)(params.parts + (long long)part * HEAD_FLOATS + at), sum);
     if (dim == 0) __stcg((float2*)params.stats + part * GROUP + row, make_float2(highest, weights));
   }
 }

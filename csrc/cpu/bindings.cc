@@ -42,6 +42,35 @@ void bind_linear(nb::module_& module) {
              });
 }
 
+void bind_packed(nb::module_& module) {
+  module.def("packed_size", [](Int format, Int num_outputs, Int num_inputs) {
+    return packed_size(PackedFormat(format), num_outputs, num_inputs);
+  });
+  module.def("pack",
+             [](std::uintptr_t blocks, std::uintptr_t out, Int num_outputs, Int num_inputs, Int row_bytes, Int format) {
+               const nb::gil_scoped_release unlocked;
+               pack({array_at<std::uint8_t>(blocks), static_cast<std::uint8_t*>(at(out)), num_outputs, num_inputs,
+                     row_bytes, PackedFormat(format)});
+             });
+  module.def("packed_linear",
+             [](std::uintptr_t x, std::uintptr_t pieces, std::uintptr_t bias, std::uintptr_t out, Int num_pieces,
+                Int num_rows, Int num_outputs, Int num_inputs, Int x_stride, int dtype, int out_dtype) {
+               const PackedLinearArgs args{at(x),           array_at<PackedPiece>(pieces),
+                                           at(bias),        at(out),
+                                           num_pieces,      num_rows,
+                                           num_outputs,     num_inputs,
+                                           x_stride,        DType(dtype),
+                                           DType(out_dtype)};
+               call(kernels().packed_linear, args, num_rows * num_outputs * num_inputs);
+             });
+  module.def("packed_rows", [](std::uintptr_t data, std::uintptr_t ids, std::uintptr_t out, Int num_ids, Int num_inputs,
+                               Int format, int out_dtype) {
+    const PackedRowsArgs args{array_at<std::uint8_t>(data), array_at<Int>(ids), at(out), num_ids, num_inputs,
+                              PackedFormat(format),         DType(out_dtype)};
+    call(kernels().packed_rows, args, num_ids * num_inputs);
+  });
+}
+
 void bind_attention(nb::module_& module) {
   module.def("paged_attention",
              [](std::uintptr_t q, std::uintptr_t k_pages, std::uintptr_t v_pages, std::uintptr_t out,
@@ -129,6 +158,7 @@ NB_MODULE(_cpu, module) {
   module.def("num_threads", tokenspeed::cpu::num_threads);
   module.def("set_num_threads", tokenspeed::cpu::set_num_threads);
   tokenspeed::cpu::bind_linear(module);
+  tokenspeed::cpu::bind_packed(module);
   tokenspeed::cpu::bind_attention(module);
   tokenspeed::cpu::bind_elementwise(module);
 }

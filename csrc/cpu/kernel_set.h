@@ -6,6 +6,7 @@
 #include "attention_body.h"
 #include "elementwise_body.h"
 #include "linear_body.h"
+#include "packed_body.h"
 
 #define TOKENSPEED_JOIN(a, b) a##b
 #define TOKENSPEED_NAME(isa) TOKENSPEED_JOIN(isa, _kernels)
@@ -15,7 +16,15 @@
 namespace tokenspeed::cpu {
 
 Kernels TOKENSPEED_NAME(TOKENSPEED_ISA)() {
-  return {TOKENSPEED_TEXT(TOKENSPEED_ISA), linear, paged_attention, rms_norm, rotary, gated, kv_write};
+  return {TOKENSPEED_TEXT(TOKENSPEED_ISA),
+          linear,
+          packed_linear,
+          packed_rows,
+          paged_attention,
+          rms_norm,
+          rotary,
+          gated,
+          kv_write};
 }
 
 }  // namespace tokenspeed::cpu

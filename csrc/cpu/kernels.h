@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "packed_layout.h"
+
 namespace tokenspeed::cpu {
 
 enum class DType : std::uint8_t { kFloat32 = 0, kBFloat16 = 1 };
@@ -84,9 +86,39 @@ struct KvWriteArgs {
   DType dtype;
 };
 
+// Some rows of a weight that stays packed: a whole matrix as packed_layout.h has it.
+struct PackedPiece {
+  const std::uint8_t* data;
+  std::int64_t num_outputs;
+  std::int64_t format;  // a PackedFormat
+};
+
+// As LinearArgs, of a weight whose rows are those of up to eight pieces, one after another; bias is of x's dtype. x is
+// rounded to bytes, 32 inputs to a scale. An output's bits depend on its own row only.
+struct PackedLinearArgs {
+  const void* x;
+  const PackedPiece* pieces;
+  const void* bias;  // or null
+  void* out;         // contiguous
+  std::int64_t num_pieces, num_rows, num_outputs, num_inputs, x_stride;
+  DType dtype, out_dtype;
+};
+
+// Rows of a packed matrix as numbers: out is (num_ids, num_inputs), contiguous.
+struct PackedRowsArgs {
+  const std::uint8_t* data;
+  const std::int64_t* ids;
+  void* out;
+  std::int64_t num_ids, num_inputs;
+  PackedFormat format;
+  DType out_dtype;
+};
+
 struct Kernels {
   const char* isa;
   void (*linear)(const LinearArgs&);
+  void (*packed_linear)(const PackedLinearArgs&);
+  void (*packed_rows)(const PackedRowsArgs&);
   void (*paged_attention)(const AttentionArgs&);
   void (*rms_norm)(const RmsNormArgs&);
   void (*rotary)(const RotaryArgs&);
@@ -101,6 +133,7 @@ Kernels base_kernels();
 #if defined(__x86_64__)
 Kernels avx2_kernels();
 Kernels avx512_kernels();
+Kernels avx512vnni_kernels();
 #endif
 
 }  // namespace tokenspeed::cpu

@@ -70,7 +70,7 @@ TOKENSPEED_INLINE void dot_step(const float* x, std::int64_t x_stride, const W* 
       const Vec inputs = load(x + m * x_stride + vec * kLanes);
 #pragma GCC unroll 8
       for (int n = 0; n < kOutputs; ++n) {
-        sums[m][n] += inputs * weights[n];
+        sums[m][n] = multiply_add(inputs, weights[n], sums[m][n]);
       }
     }
   }

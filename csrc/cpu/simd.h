@@ -5,6 +5,10 @@
 
 #include <cstdint>
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
+
 #include "kernels.h"
 #include "thread_pool.h"
 
@@ -22,6 +26,34 @@ typedef std::int32_t VecInt __attribute__((vector_size(kLanes * 4)));
 typedef std::uint32_t VecBits __attribute__((vector_size(kLanes * 4)));
 typedef std::uint16_t VecHalf __attribute__((vector_size(kLanes * 2)));
 typedef float Vec8 __attribute__((vector_size(kFold * 4)));
+
+template <typename To, typename From>
+TOKENSPEED_INLINE To as(From value) {
+  return reinterpret_cast<To>(value);
+}
+
+// a * b + c, rounded once where the instruction set can. Said aloud for sums: whether the compiler joins a product and
+// a sum by itself depends on where the line stands, and with it a result's bits.
+template <typename V>
+TOKENSPEED_INLINE V multiply_add(V a, V b, V c) {
+#if defined(__FMA__)
+  if constexpr (sizeof(V) == 32) {
+    return as<V>(_mm256_fmadd_ps(as<__m256>(a), as<__m256>(b), as<__m256>(c)));
+  }
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64) {
+    return as<V>(_mm512_fmadd_ps(as<__m512>(a), as<__m512>(b), as<__m512>(c)));
+  }
+#endif
+#elif defined(__ARM_FEATURE_FMA)
+  for (int i = 0; i < static_cast<int>(sizeof(V) / sizeof(float)); ++i) {
+    c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  }
+  return c;
+#else
+  return a * b + c;
+#endif
+}
 
 TOKENSPEED_INLINE Vec splat(float value) { return value - Vec{}; }
 
@@ -55,6 +87,12 @@ TOKENSPEED_INLINE float to_float(Bf16 value) {
   float result;
   __builtin_memcpy(&result, &bits, sizeof(result));
   return result;
+}
+
+TOKENSPEED_INLINE Bf16 to_bf16(float value) {
+  Bf16 lanes[kLanes];
+  store(lanes, splat(value));
+  return lanes[0];
 }
 
 // The first `count` lanes from memory, zeros in the others.

@@ -95,6 +95,56 @@ void check_linear(const Kernels& set, DType dtype, std::int64_t m, std::int64_t 
   });
 }
 
+// Random blocks whose float16 numbers are all about 0.0015.
+std::vector<std::uint8_t> random_blocks(PackedFormat format, std::int64_t rows, std::int64_t inputs) {
+  const PackedShape shape = packed_shape(format);
+  std::uniform_int_distribution<unsigned> byte(0, 255);
+  std::vector<std::uint8_t> blocks(static_cast<std::size_t>(rows * inputs / shape.inputs * shape.bytes));
+  for (std::uint8_t& value : blocks) {
+    value = static_cast<std::uint8_t>(byte(generator));
+  }
+  const bool is_last = format == PackedFormat::kQ2K || format == PackedFormat::kQ3K || format == PackedFormat::kQ6K;
+  const auto bytes = static_cast<std::size_t>(shape.bytes);
+  for (std::size_t block = 0; block < blocks.size(); block += bytes) {
+    for (const std::size_t upper : {std::size_t{1}, std::size_t{3}}) {
+      blocks[block + (is_last ? bytes - upper : upper)] = 0x16;
+    }
+  }
+  return blocks;
+}
+
+// Agreement with base, and each row alone with the row among the others.
+void check_packed(const Kernels& set, PackedFormat format, DType dtype, std::int64_t m, std::int64_t n,
+                  std::int64_t k) {
+  const PackedShape shape = packed_shape(format);
+  const auto blocks = random_blocks(format, n, k);
+  std::vector<std::uint8_t> packed(packed_size(format, n, k));
+  pack({blocks.data(), packed.data(), n, k, k / shape.inputs * shape.bytes, format});
+  const auto x = random_values(static_cast<std::size_t>(m * k), dtype);
+  const auto bias = random_values(static_cast<std::size_t>(n), dtype);
+  const PackedPiece piece{packed.data(), n, static_cast<std::int64_t>(format)};
+  const std::size_t itemsize = dtype == DType::kFloat32 ? 4 : 2;
+  std::vector<char> whole(static_cast<std::size_t>(m * n) * itemsize);
+  check("packed_linear", set, static_cast<std::size_t>(m * n), dtype, [&](const Kernels& kernels, void* out) {
+    kernels.packed_linear({x.data(), &piece, bias.data(), out, 1, m, n, k, k, dtype, dtype});
+    std::memcpy(whole.data(), out, whole.size());
+  });
+  std::vector<char> alone(static_cast<std::size_t>(n) * itemsize);
+  for (std::int64_t row = 0; row < m; ++row) {
+    const char* own = x.data() + static_cast<std::size_t>(row * k) * itemsize;
+    set.packed_linear({own, &piece, bias.data(), alone.data(), 1, 1, n, k, k, dtype, dtype});
+    if (std::memcmp(alone.data(), whole.data() + static_cast<std::size_t>(row) * alone.size(), alone.size()) != 0) {
+      std::printf("packed_linear: %s: a row depends on its batch (format %d)\n", set.isa, static_cast<int>(format));
+      num_failures += 1;
+      return;
+    }
+  }
+  std::vector<std::int64_t> ids{n - 1, 0, n / 2};
+  check("packed_rows", set, ids.size() * static_cast<std::size_t>(k), dtype, [&](const Kernels& kernels, void* out) {
+    kernels.packed_rows({packed.data(), ids.data(), out, 3, k, format, dtype});
+  });
+}
+
 constexpr float kSinks[] = {0.5F, -3.0F, 40.0F, -100.0F, 1.0F, 0.0F};  // one for each head
 
 void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, std::int64_t seq_len,
@@ -181,6 +231,11 @@ void check_set(const Kernels& set) {
         check_elementwise(set, dtype, rows, size);
       }
     }
+    for (std::int64_t format = 0; format < kNumPackedFormats; ++format) {
+      for (const std::int64_t rows : {1, 3, 4, 7, 140}) {
+        check_packed(set, PackedFormat(format), dtype, rows, 37, 768);
+      }
+    }
     for (const std::int64_t head_dim : {20, 64, 128, 256}) {
       check_attention(set, dtype, 1, 1300, head_dim, 0);
       check_attention(set, dtype, 40, 70, head_dim, 0);
@@ -201,8 +256,11 @@ int main() {
   if (std::strcmp(kernels().isa, "base") != 0) {
     check_set(avx2_kernels());
   }
-  if (std::strcmp(kernels().isa, "avx512") == 0) {
+  if (std::strncmp(kernels().isa, "avx512", 6) == 0) {
     check_set(avx512_kernels());
+  }
+  if (std::strcmp(kernels().isa, "avx512vnni") == 0) {
+    check_set(avx512vnni_kernels());
   }
 #endif
   return num_failures == 0 ? 0 : 1;

@@ -21,7 +21,7 @@ from tokenspeed.kernels.conformance import Case, Tolerance
 from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution, bind, op_names, solutions_of
 
 DTYPES = (torch.float32, torch.bfloat16)
-ELSEWHERE = {"collective", "decode_step"}  # a test file each: several ranks, a whole model
+ELSEWHERE = {"collective", "decode_step", "packed_linear"}  # a test file each: several ranks, a whole model, a layout
 INTERPRETED_PRODUCTS = {"linear", "paged_attention"}  # by numpy, where a row's bits depend on its place in a tile
 
 

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// The AVX-512 set, with products of bytes that are added up in one instruction.
+#define TOKENSPEED_LANES 16
+#include "packed_body.h"
+
+namespace tokenspeed::cpu {
+
+Kernels avx512vnni_kernels() {
+  Kernels set = avx512_kernels();
+  set.isa = "avx512vnni";
+  set.packed_linear = packed_linear;
+  set.packed_rows = packed_rows;
+  return set;
+}
+
+}  // namespace tokenspeed::cpu

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled CPU kernel (csrc/cpu/packed_body.h): eight rows interleaved, activations as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenspeed.kernels.ops.packed_linear import FORMATS, PIECES_MAX, PackedLinear, Piece
+from tokenspeed.kernels.platform import CPU_DTYPES, compiled_cpu, require_cpu_module
+from tokenspeed.kernels.registry import Band, KernelContext, Solution
+
+_CODES = {"q4_0": 0, "q4_1": 1, "q5_0": 2, "q5_1": 3, "q8_0": 4, "iq4_nl": 5, "q2_k": 6, "q3_k": 7}
+_CODES |= {"q4_k": 8, "q5_k": 9, "q6_k": 10}
+"""PackedFormat of csrc/cpu/packed_layout.h."""
+
+
+class _Packed:
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype) -> None:
+        assert 1 <= len(pieces) <= PIECES_MAX, f"{len(pieces)} pieces"
+        self.num_inputs = pieces[0].num_inputs
+        assert all(piece.num_inputs == self.num_inputs for piece in pieces), [piece.num_inputs for piece in pieces]
+        self.num_outputs = sum(piece.num_outputs for piece in pieces)
+        module = require_cpu_module()
+        self._data = [_pack(piece) for piece in pieces]
+        self.num_bytes = sum(len(data) for data in self._data)
+        formats = [_CODES[piece.format] for piece in pieces]
+        # PackedPiece of csrc/cpu/kernels.h
+        described = zip(self._data, pieces, formats, strict=True)
+        self._table_P3 = torch.tensor([[data.data_ptr(), piece.num_outputs, code] for data, piece, code in described])
+        self._formats, self._dtype = formats, dtype
+        self._linear, self._rows = module.packed_linear, module.packed_rows
+
+    def __call__(
+        self, x_TD: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        num_rows, num_inputs = x_TD.shape
+        assert num_inputs == self.num_inputs, (x_TD.shape, self.num_inputs)
+        assert x_TD.stride(1) == 1, x_TD.stride()
+        dtype = out_dtype or x_TD.dtype
+        out_TN = torch.empty((num_rows, self.num_outputs), dtype=dtype)
+        self._linear(
+            x_TD.data_ptr(),
+            self._table_P3.data_ptr(),
+            0 if bias_N is None else bias_N.data_ptr(),
+            out_TN.data_ptr(),
+            len(self._data),
+            num_rows,
+            self.num_outputs,
+            num_inputs,
+            x_TD.stride(0),
+            CPU_DTYPES[x_TD.dtype],
+            CPU_DTYPES[dtype],
+        )
+        return out_TN
+
+    def rows(self, row_ids_T: torch.Tensor) -> torch.Tensor:
+        (data,), (code,) = self._data, self._formats
+        ids_T = row_ids_T.contiguous()
+        assert ids_T.dtype is torch.int64, ids_T.dtype
+        out_TD = torch.empty((len(ids_T), self.num_inputs), dtype=self._dtype)
+        self._rows(
+            data.data_ptr(),
+            ids_T.data_ptr(),
+            out_TD.data_ptr(),
+            len(ids_T),
+            self.num_inputs,
+            code,
+            CPU_DTYPES[self._dtype],
+        )
+        return out_TD
+
+
+def _pack(piece: Piece) -> torch.Tensor:
+    module, code = require_cpu_module(), _CODES[piece.format]
+    blocks_NB = piece.blocks_NB
+    assert blocks_NB.stride(1) == 1, blocks_NB.stride()
+    assert blocks_NB.shape[1] == piece.num_inputs // FORMATS[piece.format][0] * FORMATS[piece.format][1]
+    data = torch.empty(module.packed_size(code, piece.num_outputs, piece.num_inputs), dtype=torch.uint8)
+    module.pack(blocks_NB.data_ptr(), data.data_ptr(), piece.num_outputs, piece.num_inputs, blocks_NB.stride(0), code)
+    return data
+
+
+def build(ctx: KernelContext) -> PackedLinear:
+    return lambda pieces: _Packed(pieces, ctx.dtype)
+
+
+SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, weight_layout="tiles of 8 rows")

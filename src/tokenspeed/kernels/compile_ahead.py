@@ -26,16 +26,22 @@ def compiled_ahead(num_threads: int) -> Iterator[None]:
         return
     mode = importlib.import_module("triton.runtime._async_compile")
     functions = importlib.import_module("triton.runtime.jit").JITFunction
-    launch = functions.run
+    launch, compile_one = functions.run, functions._do_compile
 
     def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiles_only = warmup or mode.active_mode.get() is not None
         return launch(function, *args, grid=grid, warmup=compiles_only, **options)
 
+    def compile_once(function: Any, key: Any, signature: Any, device: Any, *others: Any) -> Any:
+        kernel = compile_one(function, key, signature, device, *others)
+        if mode.active_mode.get() is not None and kernel is not None:
+            function.device_caches[device][0][key] = kernel  # else every launch until the end would ask for it anew
+        return kernel
+
     with _one_at_a_time, ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as threads:
-        functions.run = run
+        functions.run, functions._do_compile = run, compile_once
         try:
             with mode.AsyncCompileMode(threads):
                 yield
         finally:
-            functions.run = launch
+            functions.run, functions._do_compile = launch, compile_one

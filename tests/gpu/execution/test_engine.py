@@ -94,7 +94,8 @@ def test_a_whole_decode_step_as_one_op_gives_the_same_tokens(folder: Path, solut
 
 
 def test_a_pool_of_fp8_gives_the_same_tokens_captured_or_not(folder: Path) -> None:
-    run = partial(tokens, folder, together=True, temperature=0.8, dtype="float32", kv_dtype="fp8")
+    options = {"dtype": "float32", "kv_dtype": "fp8", "max_num_batched_tokens": 256}  # few sizes to prepare
+    run = partial(tokens, folder, together=True, temperature=0.8, **options)
     expected = run(device="cpu")
     plain = run(device="cuda", graphs=False)
     assert run(device="cuda") == plain
@@ -212,7 +213,8 @@ def test_masks_penalties_biases_and_log_probabilities_agree_captured_or_not(
 
         return sampled
 
-    run = partial(edited, folder, dtype="float32")
+    monkeypatch.setattr("tokenspeed.execution.cuda_graph.TOKENS_MAX", 64)  # steps of more run op by op
+    run = partial(edited, folder, dtype="float32", max_num_batched_tokens=128)
     expected = run(device="cpu")
     monkeypatch.setattr(StepGraphs, "sampling", spy)
     for options in ({"graphs": False}, {"graphs": True}, {"graphs": True, "overlap_depth": 0}):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -25,10 +25,12 @@ ProgressFn = Callable[[str, int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """dtype: f32, f16, bf16, mxfp4 or a GGUF block type such as q4_k. shape is in Hugging Face order (rows first)."""
+    """dtype: f32, f16, bf16, mxfp4 or a GGUF block type such as q4_k. shape is in Hugging Face order (rows first).
+    blocks: of a matrix of a block type gives (rows, bytes of a row) uint8, the blocks as they are in the file."""
 
     shape: tuple[int, ...]
     dtype: str
+    blocks: Callable[[], NDArray[np.uint8]] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

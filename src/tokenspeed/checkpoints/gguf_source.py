@@ -65,7 +65,7 @@ class GgufWeights:
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """All tensors by Hugging Face name."""
-        return {name: TensorInfo(tensor.shape, tensor.type_name.lower()) for name, (tensor, _) in self._slots.items()}
+        return {name: self._info(*slot) for name, slot in self._slots.items()}
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.generic]:
         """The tensor as f32 or f16, see checkpoints.Weights."""
@@ -76,10 +76,7 @@ class GgufWeights:
             raise CheckpointError(
                 f"{self._gguf.path}: tensor {name} ({tensor.name}) has shape {tensor.shape}; the model needs {shape}"
             )
-        raw = self._gguf.raw(tensor)
-        if renamed.change in ("unpermute_q", "unpermute_k"):
-            raw = self._unpermute(raw, tensor, renamed)
-        values = _decode(raw, tensor)
+        values = _decode(self._raw(tensor, renamed), tensor)
         if renamed.change == "norm_minus_one":
             less_one: NDArray[np.float32] = values.astype(np.float32) - np.float32(1)
             return less_one
@@ -88,6 +85,18 @@ class GgufWeights:
     def close(self) -> None:
         """Forget the tensors; the map ends with the last view of it."""
         self._slots = {}
+
+    def _info(self, tensor: GgufTensor, renamed: Renamed) -> TensorInfo:
+        blocks = None
+        if len(tensor.shape) == 2 and tensor.type_name not in _PLAIN_DTYPES and renamed.change != "norm_minus_one":
+            num_rows = tensor.shape[0]
+            blocks = lambda: self._raw(tensor, renamed).reshape(num_rows, -1)  # noqa: E731 - read when it is wanted
+        return TensorInfo(tensor.shape, tensor.type_name.lower(), blocks)
+
+    def _raw(self, tensor: GgufTensor, renamed: Renamed) -> NDArray[np.uint8]:
+        """The tensor's bytes with its rows in the order of the model."""
+        raw = self._gguf.raw(tensor)
+        return self._unpermute(raw, tensor, renamed) if renamed.change in ("unpermute_q", "unpermute_k") else raw
 
     def _unpermute(self, raw: NDArray[np.uint8], tensor: GgufTensor, renamed: Renamed) -> NDArray[np.uint8]:
         """Conversion interleaved the two halves of each head's rows; rows are whole blocks, so move them packed."""

@@ -42,6 +42,7 @@ MODEL_FLAGS = (
     Flag(("--revision",), ModelConfig, "revision", "branch, tag or commit of a hub model"),
     Flag(("--load-format",), ModelConfig, "load_format", "how the model is stored"),
     Flag(("--dtype",), ModelConfig, "dtype", "what is computed in; auto chooses by device"),
+    Flag(("--weights",), ModelConfig, "weights", "weights of few bits as numbers, or packed as in the file"),
     Flag(
         ("--max-model-len", "--context-length"),
         ModelConfig,

@@ -19,6 +19,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy", "scripted"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 KvDType = Literal["auto", "bf16", "fp8"]
+WeightsForm = Literal["exact", "packed"]
 HostStoreName = Literal["seal", "pressure"]
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -26,13 +27,15 @@ DEFAULT_MODEL = "smollm2-135m"
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model, from where. model: alias, local folder, GGUF file or hub id. max_model_len: None takes the
-    model's own, cut to the KV pool; a given value larger than the pool is refused."""
+    model's own, cut to the KV pool; a given value larger than the pool is refused. weights: blocks of a few bits become
+    numbers when they are loaded (exact), or stay packed where a kernel multiplies by them as they are (packed)."""
 
     model: str = DEFAULT_MODEL
     served_name: str | None = None
     revision: str | None = None
     load_format: LoadFormat = "auto"
     dtype: DType = "auto"
+    weights: WeightsForm = "exact"
     max_model_len: int | None = None
     chat_template: str | None = None
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from tokenspeed.checkpoints import ModelSource, ProgressFn
-from tokenspeed.core.config import EngineConfig
+from tokenspeed.core.config import EngineConfig, WeightsForm
 from tokenspeed.core.errors import CapacityError, CheckpointError, StartError
 from tokenspeed.core.ipc import KernelBinding, Vocabulary
 from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
@@ -34,6 +34,7 @@ from tokenspeed.execution.drawn import SamplerOutput
 from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
 from tokenspeed.execution.outputs import PromptLogprobs, RunnerInfo, StepHandle, StepOutput
+from tokenspeed.execution.packing import NOTHING_PACKED, plan_packing
 from tokenspeed.execution.prompt_logprobs import PromptScorer
 from tokenspeed.execution.ranked_sampler import RankedSampler
 from tokenspeed.execution.sampler import Sampler
@@ -119,7 +120,7 @@ class ModelRunner:
         overrides, deterministic = dict(config.device.kernel_overrides), config.device.deterministic
         kv_dtype = placement.resolve_kv_dtype(config.cache, device, dtype)
         ctx = BuildContext(str(device), dtype, overrides, mesh, rank, kv_dtype=kv_dtype, deterministic=deterministic)
-        model, model_type = _build(source, ctx, progress)
+        model, model_type = _build(source, ctx, config.model.weights, progress)
         forward = Forward(model, ctx, communicator)
         sample, logprobs, update_tables = (ctx.bind(op) for op in ("sampling", "logprobs", "page_table_update"))
         agree = _min_over_ranks(communicator)
@@ -376,7 +377,9 @@ def _unfit_for_capture(ctx: BuildContext) -> list[str]:
     return [name for name in ctx.uncapturable() if name not in _BEHIND_FORWARD]
 
 
-def _build(source: ModelSource, ctx: BuildContext, progress: ProgressFn | None) -> tuple[CausalLM | ScriptedModel, str]:
+def _build(
+    source: ModelSource, ctx: BuildContext, form: WeightsForm, progress: ProgressFn | None
+) -> tuple[CausalLM | ScriptedModel, str]:
     """The loaded model and its type."""
     if source.script is not None:
         return ScriptedModel(source.config, source.script.step_s), "scripted"
@@ -384,8 +387,9 @@ def _build(source: ModelSource, ctx: BuildContext, progress: ProgressFn | None) 
     weights = source.weights()
     try:
         model = family.build(source.config, ctx)
-        require_memory(model, source.path, torch.device(ctx.device))
-        load_weights(model, weights, source.path, progress)
+        packing = plan_packing(model, weights, ctx) if form == "packed" else NOTHING_PACKED
+        require_memory(model, source.path, torch.device(ctx.device), packing)
+        load_weights(model, weights, source.path, progress, packing)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CapacityError(f"{source.path}: out of memory while loading the weights") from error
     finally:

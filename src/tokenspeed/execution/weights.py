@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills a built model from a checkpoint, strictly: every parameter is filled and every tensor has a place.
+"""Fills a built model from a checkpoint, strictly: every parameter is filled or packed and every tensor has a place.
 
 A rank takes its part of each. Knows names and shapes, not file formats. Reads one tensor at a time, so that memory
 holds the model and one tensor.
@@ -19,21 +19,34 @@ from numpy.typing import NDArray
 
 from tokenspeed.checkpoints import ProgressFn, Repeated, TensorInfo, Weights
 from tokenspeed.core.errors import CapacityError, CheckpointError
+from tokenspeed.execution.packing import NOTHING_PACKED, Packing, place_of
 from tokenspeed.execution.placement import available_memory_bytes
+from tokenspeed.layers.matrix import Matrix
 from tokenspeed.models import CausalLM, WeightMap
 
 _NAMES_SHOWN = 3
 
 
-def load_weights(model: CausalLM, weights: Weights, path: Path, progress: ProgressFn | None = None) -> None:
-    """Raises CheckpointError, before anything is read, when a tensor is missing, surplus or of another shape than the
-    model's; path is for the message."""
+def load_weights(
+    model: CausalLM,
+    weights: Weights,
+    path: Path,
+    progress: ProgressFn | None = None,
+    packing: Packing = NOTHING_PACKED,
+) -> None:
+    """packing: what stays packed. Raises CheckpointError, before anything is read, when a tensor is missing, surplus or
+    of another shape than the model's; path is for the message."""
     weight_map = model.weight_map().for_checkpoint(weights.infos() or ())
     _assert_covers(model, weight_map)
     names = _match(weight_map, weights, path)
+    packed: dict[object, Matrix] = {place_of(part.slot): matrix for matrix, parts in packing.items() for part in parts}
+    homes = [packed.get(place_of(slot)) for slot in weight_map]  # before the first is packed: it moves
     last_name, whole = "", None
-    for done, (slot, name) in enumerate(zip(weight_map, names, strict=True)):
-        if slot.target.numel() > 0:
+    for done, (slot, name, matrix) in enumerate(zip(weight_map, names, homes, strict=True)):
+        if matrix is not None:
+            if matrix.packed is None:
+                matrix.pack([part.piece() for part in packing[matrix]])
+        elif slot.target.numel() > 0:
             if whole is None or name != last_name:  # parts of one tensor follow one another
                 last_name, whole = name, _as_tensor(weights.read(name, slot.cut.shape), slot.target)
             slot.fill(whole)
@@ -47,12 +60,14 @@ def num_parameters(model: CausalLM) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def require_memory(model: CausalLM, path: Path, device: torch.device) -> None:
+def require_memory(model: CausalLM, path: Path, device: torch.device, packing: Packing = NOTHING_PACKED) -> None:
     """CapacityError when the parameters would not fit. Memory of a CPU is taken only as they are filled; elsewhere it
     is taken already."""
     if device.type != "cpu":
         return
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    packed = {id(matrix.weight) for matrix in packing}
+    needed = sum(each.numel() * each.element_size() for each in model.parameters() if id(each) not in packed)
+    needed += sum(part.num_bytes for parts in packing.values() for part in parts)
     available = available_memory_bytes(device)
     if needed > available:
         raise CapacityError(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenspeed.kernels.ops.linear import Linear as LinearOp
 from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.matrix import Matrix
 from tokenspeed.spmd import shards
 from tokenspeed.spmd.mesh import Group
 from tokenspeed.spmd.step import View
@@ -25,16 +25,21 @@ class Embedding(nn.Module):
     def __init__(self, ctx: BuildContext, vocab_size: int, hidden_size: int, scale: float | None = None) -> None:
         super().__init__()
         self.cut = ctx.cut("embedding", (vocab_size, hidden_size), VOCABULARY)
-        self.weight = ctx.empty(*self.cut.local_shape)
+        self.matrix = Matrix(ctx, *self.cut.local_shape)
         self.scale = None if scale is None else float(torch.tensor(scale, dtype=ctx.dtype))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix as numbers."""
+        return self.matrix.weight
 
     def forward(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         if len(self.weight) == self.cut.shape[0]:
-            hidden_TD = torch.nn.functional.embedding(token_ids_T, self.weight)
+            hidden_TD = self.matrix.rows(token_ids_T)
         else:
             places_T = token_ids_T - self.cut.index[0].start
             is_here_T = (places_T >= 0) & (places_T < len(self.weight))
-            hidden_TD = torch.nn.functional.embedding(places_T * is_here_T, self.weight) * is_here_T[:, None]
+            hidden_TD = self.matrix.rows(places_T * is_here_T) * is_here_T[:, None]
         return hidden_TD if self.scale is None else hidden_TD * self.scale
 
 
@@ -52,13 +57,17 @@ class LmHead(nn.Module):
     ) -> None:
         super().__init__()
         self.cut = ctx.cut("head", (vocab_size, hidden_size), VOCABULARY)
-        self.weight = ctx.empty(*self.cut.local_shape) if tied is None else tied.weight
+        self.matrix = Matrix(ctx, *self.cut.local_shape) if tied is None else tied.matrix
         self.soft_cap = soft_cap
-        self._linear: LinearOp = ctx.bind("linear")
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix as numbers."""
+        return self.matrix.weight
 
     def forward(self, hidden_SD: torch.Tensor) -> torch.Tensor:
         """The columns of this rank."""
-        logits_SV = self._linear(hidden_SD, self.weight, None, torch.float32)
+        logits_SV: torch.Tensor = self.matrix(hidden_SD, None, torch.float32)
         return logits_SV if self.soft_cap is None else self.soft_cap * torch.tanh(logits_SV / self.soft_cap)
 
     def run(self, view: View, hidden_SD: torch.Tensor) -> torch.Tensor | Generator[Any, Any, torch.Tensor]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tokenspeed.kernels.ops.linear import Linear as LinearOp
 from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.matrix import Matrix
 from tokenspeed.spmd.shards import WHOLE, Cut, Shards
 
 
@@ -41,13 +41,17 @@ class Linear(nn.Module):
         super().__init__()
         cut = ctx.cut("projection", (out_features, in_features), shards)
         bias_cut = ctx.cut("bias", (out_features,), shards.beside()) if bias else None
-        self.weight = ctx.empty(*cut.local_shape)
+        self.matrix = Matrix(ctx, *cut.local_shape)
         self.bias = None if bias_cut is None else ctx.empty(*bias_cut.local_shape)
         self.whole = Part(self.weight.data, cut, None if self.bias is None else self.bias.data, bias_cut)
-        self._linear: LinearOp = ctx.bind("linear")
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix as numbers."""
+        return self.matrix.weight
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self._linear(x_TD, self.weight, self.bias)
+        return self.matrix(x_TD, self.bias)  # type: ignore[no-any-return]
 
 
 class FusedLinear(nn.Module):
@@ -69,7 +73,7 @@ class FusedLinear(nn.Module):
         dealt = {name: (shards or {}).get(name, WHOLE) for name in parts}
         cuts = {name: ctx.cut(name, (size, in_features), dealt[name]) for name, size in parts.items()}
         num_rows = sum(cut.local_shape[0] for cut in cuts.values())
-        self.weight = ctx.empty(num_rows, in_features)
+        self.matrix = Matrix(ctx, num_rows, in_features)
         self.bias = ctx.empty(num_rows) if bias else None
         start = 0
         for name, cut in cuts.items():
@@ -78,7 +82,11 @@ class FusedLinear(nn.Module):
             bias_rows = None if self.bias is None else self.bias.data[rows]
             self.parts[name] = Part(self.weight.data[rows], cut, bias_rows, bias_cut)
             start = rows.stop
-        self._linear: LinearOp = ctx.bind("linear")
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix as numbers."""
+        return self.matrix.weight
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self._linear(x_TD, self.weight, self.bias)
+        return self.matrix(x_TD, self.bias)  # type: ignore[no-any-return]

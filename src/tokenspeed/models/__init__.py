@@ -87,6 +87,10 @@ class CausalLM(Protocol):
         """Every parameter once."""
         ...
 
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """The model and everything in it."""
+        ...
+
 
 Build = Callable[[Config, BuildContext], CausalLM]
 

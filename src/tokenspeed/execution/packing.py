@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which matrices of a model stay in the blocks of their file, decided before anything is read.
+
+A matrix stays packed where all that it is made of is blocks that the op packed_linear knows, and where the part of a
+rank begins and ends with a block. Others are filled with numbers as always. Knows names and shapes, not file formats.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenspeed.checkpoints import TensorInfo, Weights
+from tokenspeed.kernels.ops.packed_linear import FORMATS, PIECES_MAX, Piece
+from tokenspeed.layers.build import BuildContext
+from tokenspeed.layers.matrix import Matrix, can_pack
+from tokenspeed.layers.weight_map import WeightSlot
+from tokenspeed.models import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """A slot of a matrix that stays packed, and the tensor that it takes its part of."""
+
+    slot: WeightSlot
+    info: TensorInfo
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the part."""
+        num_inputs, num_bytes = FORMATS[self.info.dtype]
+        return self.slot.target.numel() // num_inputs * num_bytes
+
+    def piece(self) -> Piece:
+        """The blocks of the part; reads them."""
+        assert self.info.blocks is not None, self.slot.name
+        num_inputs, num_bytes = FORMATS[self.info.dtype]
+        rows, columns = self.slot.cut.index
+        bytes_of = slice(columns.start // num_inputs * num_bytes, columns.stop // num_inputs * num_bytes)
+        return Piece(self.info.dtype, _as_tensor(self.info.blocks()[rows, bytes_of]))
+
+
+Packing = Mapping[Matrix, tuple[PackedPart, ...]]
+"""The parts of each matrix that stays packed, in the order of its rows."""
+
+NOTHING_PACKED: Packing = MappingProxyType({})
+
+
+def plan_packing(model: CausalLM, weights: Weights, ctx: BuildContext) -> Packing:
+    """What can stay packed; nothing where no kernel multiplies by blocks."""
+    infos = weights.infos()
+    if not infos or not any(info.blocks for info in infos.values()) or not can_pack(ctx):
+        ctx.bindings.pop("packed_linear", None)
+        return NOTHING_PACKED
+    every = [each for each in model.modules() if isinstance(each, Matrix)]
+    matrices = {_memory(each.weight): each for each in every if each.weight.numel() > 0}
+    slots: dict[Matrix, list[WeightSlot]] = {matrix: [] for matrix in matrices.values()}
+    for slot in model.weight_map().for_checkpoint(infos):
+        matrix = matrices.get(_memory(slot.target))
+        if matrix is not None and slot.target.numel() > 0:
+            slots[matrix].append(slot)
+    found = {matrix: _parts(each, infos) for matrix, each in slots.items()}
+    return {matrix: parts for matrix, parts in found.items() if parts}
+
+
+def place_of(slot: WeightSlot) -> tuple[int, int] | None:
+    """Where a slot's target is, as long as nothing is packed yet; None of one that is empty."""
+    return (_memory(slot.target), int(slot.target.storage_offset())) if slot.target.numel() > 0 else None
+
+
+def _parts(slots: list[WeightSlot], infos: Mapping[str, TensorInfo]) -> tuple[PackedPart, ...]:
+    """The parts of one matrix; none unless all can stay packed."""
+    if not 1 <= len(slots) <= PIECES_MAX:
+        return ()
+    named = [(slot, next((infos[name] for name in slot.names if name in infos), None)) for slot in slots]
+    parts = [PackedPart(slot, info) for slot, info in named if info is not None and _stays_packed(slot, info)]
+    if len(parts) < len(slots):
+        return ()
+    return tuple(sorted(parts, key=lambda part: part.slot.target.storage_offset()))
+
+
+def _stays_packed(slot: WeightSlot, info: TensorInfo) -> bool:
+    if info.blocks is None or info.dtype not in FORMATS or info.shape != slot.cut.shape or not slot.cut.has_values:
+        return False
+    rows, columns = slot.cut.index
+    block_len = FORMATS[info.dtype][0]
+    is_run = rows.step in (None, 1) and columns.step in (None, 1) and slot.target.is_contiguous()
+    return is_run and columns.start % block_len == 0 and columns.stop % block_len == 0
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _as_tensor(blocks: NDArray[np.uint8]) -> torch.Tensor:
+    """torch warns of arrays it could write to: a view of a mapped file is only read here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(blocks)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight matrix and its product with rows: numbers, or the blocks of a file, which stay packed. Knows no checkpoint
+names and not what the matrix is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tokenspeed.kernels.ops.linear import Linear as LinearOp
+from tokenspeed.kernels.ops.packed_linear import PackedMatrix, Piece
+from tokenspeed.kernels.registry import Band
+from tokenspeed.layers.build import BuildContext
+
+
+class Matrix(nn.Module):
+    """(N, D), (T, D) -> (T, N). `weight` are numbers for the loader to fill in; memory of a CPU is taken as that is
+    done. Or it packs the matrix instead, and then `weight` has a shape and no memory."""
+
+    def __init__(self, ctx: BuildContext, num_outputs: int, num_inputs: int) -> None:
+        super().__init__()
+        self.weight = ctx.empty(num_outputs, num_inputs)
+        self.packed: PackedMatrix | None = None
+        self._ctx = ctx
+        self._linear: LinearOp = ctx.bind("linear")
+
+    def forward(
+        self, x_TD: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed(x_TD, bias_N, out_dtype)
+        return self._linear(x_TD, self.weight, bias_N, out_dtype)
+
+    def rows(self, row_ids_T: torch.Tensor) -> torch.Tensor:
+        """Some of its rows, (T, D)."""
+        if self.packed is not None:
+            return self.packed.rows(row_ids_T)
+        return torch.nn.functional.embedding(row_ids_T, self.weight)
+
+    def pack(self, pieces: Sequence[Piece]) -> None:
+        """Take the matrix from these, row after row, and give back the memory of its numbers."""
+        packed: PackedMatrix = self._ctx.bind("packed_linear")(pieces)
+        assert (packed.num_outputs, packed.num_inputs) == tuple(self.weight.shape), (packed, self.weight.shape)
+        self.packed = packed
+        self.weight.untyped_storage().resize_(0)
+
+
+def can_pack(ctx: BuildContext) -> bool:
+    """Whether a matrix may stay packed here: a kernel multiplies by it as it is."""
+    ctx.bind("packed_linear")
+    return ctx.bindings["packed_linear"].traits.band > Band.REFERENCE

@@ -98,14 +98,15 @@ def test_broken_heads(tmp_path: Path, data: bytes, words: str) -> None:
     assert words in refusal(tmp_path / "broken.gguf", data)
 
 
-@pytest.mark.parametrize(("type_id", "name"), [(13, "Q5_K"), (30, "BF16"), (39, "MXFP4"), (77, "number 77")])
+@pytest.mark.parametrize(("type_id", "name"), [(23, "IQ4_XS"), (30, "BF16"), (39, "MXFP4"), (77, "number 77")])
 def test_an_unread_type_is_refused_by_name(tmp_path: Path, type_id: int, name: str) -> None:
     data = head(num_tensors=1) + name_bytes("blk.0.attn_q.weight") + struct.pack("<IQIQ", 1, 256, type_id, 0)
     path = tmp_path / "type.gguf"
     path.write_bytes(data)
     with pytest.raises(UnsupportedModelError) as caught:
         check_tensors(read_gguf(path))
-    for word in ("blk.0.attn_q.weight", name, "supported tensor types: F32, F16, Q4_1, Q5_0, Q8_0, Q4_K, Q6_K"):
+    types = "F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K"
+    for word in ("blk.0.attn_q.weight", name, f"supported tensor types: {types}"):
         assert word in str(caught.value)
 
 

@@ -12,11 +12,14 @@ from tokenspeed.checkpoints.gguf_dequant import dequantize
 
 QUANTISED = [name for name, (block_len, _) in BLOCKS.items() if block_len > 1]
 
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+HALVES |= {"Q6_K": (208,)}
+
 
 def random_blocks(type_name: str, num_blocks: int, seed: int) -> np.ndarray:
     """Random bytes whose float16 scales are finite."""
     raw = np.random.default_rng(seed).integers(0, 256, (num_blocks, BLOCKS[type_name][1]), np.uint8)
-    for begin in {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}.get(type_name, (0,)):
+    for begin in HALVES.get(type_name, (0,)):
         raw[:, begin + 1] &= 0xBF  # clears an exponent bit: no infinity, no NaN
     return raw
 

@@ -13,11 +13,13 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
 from tokenspeed.checkpoints import Weights, open_model
+from tokenspeed.checkpoints.gguf import BLOCKS
 from tokenspeed.core.config import ModelConfig
 from tokenspeed.core.errors import CapacityError
 from tokenspeed.execution import weights as loading
 from tokenspeed.execution.packing import plan_packing
 from tokenspeed.execution.weights import load_weights
+from tokenspeed.kernels.ops.packed_linear import FORMATS
 from tokenspeed.kernels.platform import compiled_cpu
 from tokenspeed.kernels.registry import KernelContext, Ok
 from tokenspeed.layers.build import BuildContext
@@ -103,6 +105,11 @@ def test_every_matrix_of_blocks_stays_packed(tmp_path: Path) -> None:
         assert not torch.equal(ours, theirs)
     ids_T = torch.tensor([3, 71, 0])
     torch.testing.assert_close(packed.embed(ids_T), exact.embed(ids_T), rtol=1e-6, atol=1e-7)
+
+
+def test_formats_that_files_have_are_formats_that_stay_packed() -> None:
+    """In as many bytes."""
+    assert {name.lower(): shape for name, shape in BLOCKS.items() if shape[0] > 1} == FORMATS
 
 
 def test_numbers_of_packed_matrices_take_no_memory(tmp_path: Path) -> None:

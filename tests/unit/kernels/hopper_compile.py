@@ -25,7 +25,7 @@ TYPES = {
     **dict.fromkeys(("q", "out"), "*bf16"),
     **dict.fromkeys(("partial_acc", "partial_stats"), "*fp32"),
     **dict.fromkeys(("next_item", "query_start", "seq_lens", "tables"), "*i32"),
-    **dict.fromkeys(("k_pool", "v_pool"), f"tensordesc<bf16[{gluon.HALF_T}, 64],{LAYOUT}>"),
+    **dict.fromkeys(("k_pool", "v_pool"), f"tensordesc<bf16[{gluon.HALF_T}, {gluon.PANEL}],{LAYOUT}>"),
     "q_strides": ("i32", "i32"),
     "scale": "fp32",
 }

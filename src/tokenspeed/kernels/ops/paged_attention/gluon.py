@@ -23,6 +23,8 @@ HALF_M = 64
 """Packed queries of a warpgroup, of which two share a tile."""
 HALF_T = 64
 """Tokens of a load of K or V, of which a step takes two."""
+PANEL = 64
+"""Dimensions that a load takes of these."""
 STAGES = 2
 MERGE_M = 16
 HEAD_DIMS = (64, 128)
@@ -110,11 +112,11 @@ def suits(call: Call) -> bool:
 
 
 def descriptor(pages: torch.Tensor) -> Any:
-    """Of the pool's rows (P * G * block_size, K), HALF_T a load."""
+    """Of the pool's rows (P * G * block_size, K), HALF_T by PANEL of them a load."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [HALF_T, pages.shape[3]]
+    block = [HALF_T, PANEL]
     dtype = gl.bfloat16 if pages.dtype is torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return TensorDescriptor.from_tensor(pages.transpose(1, 2).flatten(0, 2), block, layout)

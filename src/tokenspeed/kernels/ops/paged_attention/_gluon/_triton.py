@@ -3,8 +3,8 @@
 
 Names are those of paged_attention/_triton.py. A unit is a tile of 2 * HALF_M packed queries of a K/V head; the
 warpgroups that attend share out its queries. Where units are few, what each of them sees of K and V is cut into parts.
-An item is a part of a unit; a program takes item after item. A step takes two loads of HALF_T tokens each, low and
-high. While a warpgroup's tensor cores multiply this step's queries by K and the last step's weights by V, its other
+An item is a part of a unit; a program takes item after item. A step takes 2 * HALF_T tokens, from two places of the
+pools. While a warpgroup's tensor cores multiply this step's queries by K and the last step's weights by V, its other
 units turn this step's scores into weights. K and V of the next item are on their way while an item ends.
 """
 
@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mm
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
+PANEL = gl.constexpr(64)
+"""Dimensions of a row that shared memory holds together."""
 NUMBERS = gl.constexpr(8)
 """What the producer tells of an item: how many steps, the first of them, the row's first token, query_len and tokens
 before these, tile, K/V head, and the place where a part is kept, -1 for a whole."""
@@ -94,19 +96,29 @@ def _part_of(low, last, part, num_parts, BLOCK_T: gl.constexpr):
 
 
 @gluon.jit
+def _load(pool, low_row, high_row, barrier, boxes, stage, HEAD_DIM: gl.constexpr):
+    """A step's rows of K or V, box by box: those of both halves that hold the same dimensions lie together."""
+    PANELS: gl.constexpr = HEAD_DIM // PANEL
+    for panel in gl.static_range(PANELS):
+        box = 2 * (stage * PANELS + panel)
+        tma.async_copy_global_to_shared(pool, [low_row, panel * PANEL], barrier, boxes.index(box))
+        tma.async_copy_global_to_shared(pool, [high_row, panel * PANEL], barrier, boxes.index(box + 1))
+
+
+@gluon.jit
 def _bring(
-    pools, smem, barriers, board, inputs,
+    pools, boxes, barriers, board, inputs,
     WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_R: gl.constexpr, HEAD_DIM: gl.constexpr, HALF_M: gl.constexpr, HALF_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: tells which item is next, and brings its K and V into their rings. Past the last position, the
     first half of a step comes again."""
     k_pool, v_pool = pools
-    k_smem, v_smem = smem
+    k_boxes, v_boxes = boxes
     k_full, k_empty, v_full, v_empty = barriers
     told, told_full, told_empty = board
     query_start, seq_lens, tables, table_stride, next_item, num_rows, shortest, longest = inputs
-    num_bytes: gl.constexpr = 2 * HALF_T * HEAD_DIM * k_smem.dtype.primitive_bitwidth // 8
+    num_bytes: gl.constexpr = 2 * HALF_T * HEAD_DIM * k_boxes.dtype.primitive_bitwidth // 8
     BLOCK_M: gl.constexpr = 2 * HALF_M
     tiles_R = _tiles_of_rows(query_start, num_rows, shortest, longest, GROUP, BLOCK_M, BLOCK_R)
     num_tiles = gl.sum(tiles_R, 0)
@@ -143,12 +155,10 @@ def _bring(
             high_row = (high_page * KV_HEADS + head) * BLOCK_SIZE + high_start % BLOCK_SIZE
             mbarrier.wait(k_empty.index(stage), parity)
             mbarrier.expect(k_full.index(stage), num_bytes)
-            tma.async_copy_global_to_shared(k_pool, [low_row, 0], k_full.index(stage), k_smem.index(2 * stage))
-            tma.async_copy_global_to_shared(k_pool, [high_row, 0], k_full.index(stage), k_smem.index(2 * stage + 1))
+            _load(k_pool, low_row, high_row, k_full.index(stage), k_boxes, stage, HEAD_DIM)
             mbarrier.wait(v_empty.index(stage), parity)
             mbarrier.expect(v_full.index(stage), num_bytes)
-            tma.async_copy_global_to_shared(v_pool, [low_row, 0], v_full.index(stage), v_smem.index(2 * stage))
-            tma.async_copy_global_to_shared(v_pool, [high_row, 0], v_full.index(stage), v_smem.index(2 * stage + 1))
+            _load(v_pool, low_row, high_row, v_full.index(stage), v_boxes, stage, HEAD_DIM)
         done += num_steps
         item = gl.num_programs(0) + gl.atomic_add(next_item, 1, sem="relaxed")
     place = count % 2
@@ -168,12 +178,15 @@ def _masked(scores_MT, start, position_M, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def _clean(v_smem, start, low, last, HALF_T: gl.constexpr):
+def _clean(v_boxes, stage, start, low, last, HEAD_DIM: gl.constexpr, HALF_T: gl.constexpr):
     """Zero values of positions that no query of the tile sees: 0 * NaN is NaN. Both consumers do so, alike."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    seen_T = start + gl.arange(0, HALF_T, layout=gl.SliceLayout(1, layout))
-    v_TK = v_smem.load(layout)
-    v_smem.store(gl.where(((seen_T >= low) & (seen_T <= last))[:, None], v_TK, 0.0))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for box in gl.static_range(2 * HEAD_DIM // PANEL):
+        v_smem = v_boxes.index(stage * (2 * HEAD_DIM // PANEL) + box)
+        seen_T = start + box % 2 * HALF_T + gl.arange(0, HALF_T, layout=gl.SliceLayout(1, layout))
+        v_TK = v_smem.load(layout)
+        v_smem.store(gl.where(((seen_T >= low) & (seen_T <= last))[:, None], v_TK, 0.0))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -198,21 +211,19 @@ def _unpacked(packed, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _weights(low_MT, high_MT, max_M, scale):
-    """Softmax of a step: (weights of both halves, decay of what came before, new maximum)."""
-    top_M = gl.maximum(max_M, gl.max(gl.maximum(low_MT, high_MT), 1) * scale)
+def _weights(scores_MT, max_M, scale):
+    """Softmax of a step: (weights, decay of what came before, new maximum)."""
+    top_M = gl.maximum(max_M, gl.max(scores_MT, 1) * scale)
     base_M = gl.where(top_M == float("-inf"), 0.0, top_M)
-    low_MT = gl.exp2(low_MT * scale - base_M[:, None])
-    high_MT = gl.exp2(high_MT * scale - base_M[:, None])
-    return low_MT, high_MT, gl.exp2(max_M - base_M), top_M
+    return gl.exp2(scores_MT * scale - base_M[:, None]), gl.exp2(max_M - base_M), top_M
 
 
 @gluon.jit
-def _sums(low_MT, high_MT):
+def _sums(weights_MT):
     """(M, 4): each thread's part of the sums along T, added up only when the tile ends."""
-    M: gl.constexpr = low_MT.shape[0]
-    T: gl.constexpr = low_MT.shape[1]
-    return gl.sum(gl.sum(gl.reshape(low_MT + high_MT, [M, T // 8, 4, 2]), 3), 1)
+    M: gl.constexpr = weights_MT.shape[0]
+    T: gl.constexpr = weights_MT.shape[1]
+    return gl.sum(gl.sum(gl.reshape(weights_MT, [M, T // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -227,53 +238,47 @@ def _factor(max_M, sum_M, sinks, head_M, SINKS: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q_MK, k_smem, stage, HALF_T: gl.constexpr):
+def _scores(q_smem, k_smem, stage, BLOCK_T: gl.constexpr):
     """Begins a step's queries by K."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_T, 16])
-    empty_MT = gl.zeros([q_MK.shape[0], HALF_T], gl.float32, layout)
-    low_MT = mma(q_MK, k_smem.index(2 * stage).permute((1, 0)), empty_MT, use_acc=False, is_async=True)
-    high_MT = mma(q_MK, k_smem.index(2 * stage + 1).permute((1, 0)), empty_MT, use_acc=False, is_async=True)
-    return low_MT, high_MT
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_T, 16])
+    M: gl.constexpr = q_smem.shape[0]
+    empty_MT = gl.zeros([M, BLOCK_T], gl.float32, layout)
+    return mma(q_smem, k_smem.index(stage).permute((1, 0)), empty_MT, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _step(
     state, queries, work, step,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, HALF_T: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """This step's queries by K beside the last step's weights by V, and this step's softmax meanwhile."""
-    max_M, sum_M4, acc_MK, low_MT, high_MT = state
-    q_MK, position_M = queries
+    max_M, sum_M4, acc_MK, packed = state
+    q_smem, position_M = queries
     smem, barriers, done, num_steps, start, scale = work
     k_smem, v_smem = smem
     k_full, k_empty, v_full, v_empty = barriers
     pv: gl.constexpr = acc_MK.type.layout
-    weights: gl.constexpr = gl.DotOperandLayout(0, pv, 2)
-    p_low_MT = _unpacked(low_MT, q_MK.dtype, weights)
-    p_high_MT = _unpacked(high_MT, q_MK.dtype, weights)
+    p_MT = _unpacked(packed, q_smem.dtype, gl.DotOperandLayout(0, pv, 2))
     stage = (done + step) % STAGES
     before = (done + step - 1) % STAGES
     after = done + gl.minimum(step + 1, num_steps - 1)
     mbarrier.wait(v_full.index(before), (done + step - 1) // STAGES & 1)
-    low_MT, high_MT = _scores(q_MK, k_smem, stage, HALF_T)
-    acc_MK = mma(p_low_MT, v_smem.index(2 * before), acc_MK, is_async=True)
-    acc_MK = mma(p_high_MT, v_smem.index(2 * before + 1), acc_MK, is_async=True)
-    low_MT, high_MT = mma_wait(2, deps=[low_MT, high_MT])
+    scores_MT = _scores(q_smem, k_smem, stage, BLOCK_T)
+    acc_MK = mma(p_MT, v_smem.index(before), acc_MK, is_async=True)
+    scores_MT = mma_wait(1, deps=[scores_MT])
     if MASKED:
-        at = start + step * 2 * HALF_T
-        low_MT = _masked(low_MT, at, position_M, WINDOW)
-        high_MT = _masked(high_MT, at + HALF_T, position_M, WINDOW)
-    low_MT, high_MT, decay_M, max_M = _weights(low_MT, high_MT, max_M, scale)
-    part_M4 = _sums(low_MT, high_MT)
+        scores_MT = _masked(scores_MT, start + step * BLOCK_T, position_M, WINDOW)
+    weights_MT, decay_M, max_M = _weights(scores_MT, max_M, scale)
+    part_M4 = _sums(weights_MT)
     inner: gl.constexpr = gl.SliceLayout(1, sum_M4.type.layout)
     sum_M4 = sum_M4 * gl.convert_layout(decay_M, inner)[:, None] + part_M4
     # The compiler does not move the wait for V's product to before this one, and so not to before the softmax.
     mbarrier.wait(k_full.index(after % STAGES), after // STAGES & 1)
-    acc_MK, p_low_MT, p_high_MT = mma_wait(0, deps=[acc_MK, p_low_MT, p_high_MT])
+    acc_MK, p_MT = mma_wait(0, deps=[acc_MK, p_MT])
     mbarrier.arrive(v_empty.index(before))
     mbarrier.arrive(k_empty.index(stage))
     acc_MK = acc_MK * gl.convert_layout(decay_M, gl.SliceLayout(1, pv))[:, None]
-    return max_M, sum_M4, acc_MK, _packed(low_MT, q_MK.dtype), _packed(high_MT, q_MK.dtype)
+    return max_M, sum_M4, acc_MK, _packed(weights_MT, q_smem.dtype)
 
 
 @gluon.jit
@@ -283,77 +288,69 @@ def _attend_tile(
     HALF_M: gl.constexpr, HALF_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """HALF_M queries of the tile, the first or the second half of it. done: steps of tiles before. Returns its own."""
-    k_smem, v_smem = smem
+    q_room, v_boxes, k_smem, v_smem = smem
     k_full, k_empty, v_full, v_empty = barriers
     num_steps, first_step, begin, query_len, context_len, m_tile, head, item = tile
     first, last, low = _seen(context_len, query_len, m_tile, WINDOW, GROUP, 2 * HALF_M)
-    qk: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_T, 16])
+    BLOCK_T: gl.constexpr = 2 * HALF_T
+    qk: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_T, 16])
     pv: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16])
     rows: gl.constexpr = gl.SliceLayout(1, qk)
-    weights: gl.constexpr = gl.DotOperandLayout(0, pv, 2)
     plain: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     dtype: gl.constexpr = q.dtype.element_ty
-
     loaded_M = (2 * m_tile + part) * HALF_M + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, plain))
     dims_K = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, plain))
     from_M = (begin + loaded_M // GROUP).to(gl.int64) * strides[0] + (head * GROUP + loaded_M % GROUP) * strides[1]
     valid_M = loaded_M < query_len * GROUP
     q_MK = gl.load(q + from_M[:, None] + dims_K[None, :], mask=valid_M[:, None], other=0.0)
-    q_MK = gl.convert_layout(q_MK, gl.DotOperandLayout(0, qk, 2))
+    q_smem = q_room.index(part)  # of registers there are none to spare
+    q_smem.store(q_MK)
+    fence_async_shared()
     packed_M = (2 * m_tile + part) * HALF_M + gl.arange(0, HALF_M, layout=rows)
     position_M = gl.where(packed_M < query_len * GROUP, context_len + packed_M // GROUP, -1)
     acc_MK = gl.zeros([HALF_M, HEAD_DIM], gl.float32, pv)
-    start = first_step * 2 * HALF_T
-
+    start = first_step * BLOCK_T
     stage = done % STAGES
     mbarrier.wait(k_full.index(stage), done // STAGES & 1)
-    low_MT, high_MT = _scores(q_MK, k_smem, stage, HALF_T)
-    low_MT, high_MT = mma_wait(0, deps=[low_MT, high_MT])
+    scores_MT = mma_wait(0, deps=[_scores(q_smem, k_smem, stage, BLOCK_T)])
     mbarrier.arrive(k_empty.index(stage))
-    if (start + 2 * HALF_T > first + 1) | (WINDOW > 0):
-        low_MT = _masked(low_MT, start, position_M, WINDOW)
-        high_MT = _masked(high_MT, start + HALF_T, position_M, WINDOW)
+    if (start + BLOCK_T > first + 1) | (WINDOW > 0):
+        scores_MT = _masked(scores_MT, start, position_M, WINDOW)
     max_M = gl.full([HALF_M], float("-inf"), gl.float32, rows)
-    low_MT, high_MT, _, max_M = _weights(low_MT, high_MT, max_M, scale)
-    state = (max_M, _sums(low_MT, high_MT), acc_MK, _packed(low_MT, dtype), _packed(high_MT, dtype))
+    weights_MT, _, max_M = _weights(scores_MT, max_M, scale)
+    state = (max_M, _sums(weights_MT), acc_MK, _packed(weights_MT, dtype))
 
-    full_end = gl.minimum(num_steps, (first + 1 - start) // (2 * HALF_T))
+    full_end = gl.minimum(num_steps, (first + 1 - start) // BLOCK_T)
     full_begin = 1
     if WINDOW > 0:
-        full_begin = gl.maximum(1, (gl.maximum(last - WINDOW + 1, 0) - start + 2 * HALF_T - 1) // (2 * HALF_T))
+        full_begin = gl.maximum(1, (gl.maximum(last - WINDOW + 1, 0) - start + BLOCK_T - 1) // BLOCK_T)
         full_begin = gl.minimum(full_begin, num_steps)
     full_end = gl.maximum(full_begin, full_end)
-    queries = (q_MK, position_M)
+    queries = (q_smem, position_M)
     if num_steps > 1:
         mbarrier.wait(k_full.index((done + 1) % STAGES), (done + 1) // STAGES & 1)
         if WINDOW > 0:
             mbarrier.wait(v_full.index(stage), done // STAGES & 1)
-            _clean(v_smem.index(2 * stage), start, low, last, HALF_T)
-            _clean(v_smem.index(2 * stage + 1), start + HALF_T, low, last, HALF_T)
-            fence_async_shared()
-    work = (smem, barriers, done, num_steps, start, scale)
+            _clean(v_boxes, stage, start, low, last, HEAD_DIM, HALF_T)
+    work = ((k_smem, v_smem), barriers, done, num_steps, start, scale)
     if WINDOW > 0:
         for step in range(1, full_begin):
-            state = _step(state, queries, work, step, True, WINDOW, HALF_T, STAGES)
+            state = _step(state, queries, work, step, True, WINDOW, BLOCK_T, STAGES)
     for step in range(full_begin, full_end):
-        state = _step(state, queries, work, step, False, WINDOW, HALF_T, STAGES)
+        state = _step(state, queries, work, step, False, WINDOW, BLOCK_T, STAGES)
     for step in range(full_end, num_steps):
-        state = _step(state, queries, work, step, True, WINDOW, HALF_T, STAGES)
-    max_M, sum_M4, acc_MK, low_MT, high_MT = state
-    p_low_MT = _unpacked(low_MT, dtype, weights)
-    p_high_MT = _unpacked(high_MT, dtype, weights)
+        state = _step(state, queries, work, step, True, WINDOW, BLOCK_T, STAGES)
+    max_M, sum_M4, acc_MK, packed = state
+    p_MT = _unpacked(packed, dtype, gl.DotOperandLayout(0, pv, 2))
 
     done += num_steps
     before = (done - 1) % STAGES
-    start += (num_steps - 1) * 2 * HALF_T
+    start += (num_steps - 1) * BLOCK_T
     mbarrier.wait(v_full.index(before), (done - 1) // STAGES & 1)
-    if (start + 2 * HALF_T > last + 1) | (start < low):
-        _clean(v_smem.index(2 * before), start, low, last, HALF_T)
-        _clean(v_smem.index(2 * before + 1), start + HALF_T, low, last, HALF_T)
-        fence_async_shared()
-    acc_MK = mma(p_low_MT, v_smem.index(2 * before), acc_MK, is_async=True)
-    acc_MK = mma(p_high_MT, v_smem.index(2 * before + 1), acc_MK, is_async=True)
-    acc_MK, p_low_MT, p_high_MT = mma_wait(0, deps=[acc_MK, p_low_MT, p_high_MT])
+    if (start + BLOCK_T > last + 1) | (start < low):
+        _clean(v_boxes, before, start, low, last, HEAD_DIM, HALF_T)
+    acc_MK = mma(p_MT, v_smem.index(before), acc_MK, is_async=True)
+    acc_MK, p_MT = mma_wait(0, deps=[acc_MK, p_MT])
     mbarrier.arrive(v_empty.index(before))
 
     sum_M = gl.convert_layout(gl.sum(sum_M4, 1), rows)
@@ -419,23 +416,27 @@ def extend(
 ):  # fmt: skip
     """Items, dealt to the programs as these come free. next_item: zero. partial_acc, partial_stats: room for parts.
 
-    k_pool, v_pool: descriptors of the pools' rows (P * G * block_size, K), HALF_T rows a load."""
+    k_pool, v_pool: descriptors of the pools' rows (P * G * block_size, K), HALF_T by PANEL of them a load."""
     dtype: gl.constexpr = q.dtype.element_ty
-    k_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_T, HEAD_DIM], k_pool.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, HALF_T, HEAD_DIM], v_pool.layout)
+    NUM_BOXES: gl.constexpr = 2 * STAGES * HEAD_DIM // PANEL
+    k_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, HALF_T, PANEL], k_pool.layout)
+    v_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, HALF_T, PANEL], v_pool.layout)
+    k_smem = k_boxes._reinterpret(dtype, [STAGES, 2 * HALF_T, HEAD_DIM], k_pool.layout)
+    v_smem = v_boxes._reinterpret(dtype, [STAGES, 2 * HALF_T, HEAD_DIM], v_pool.layout)
     told = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barriers = (_barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1), _barriers(STAGES, 2))
     board = (told, _barriers(2, 1), _barriers(2, 2))
     fence_async_shared()
-    smem = (k_smem, v_smem)
+    q_room = gl.allocate_shared_memory(dtype, [2, HALF_M, HEAD_DIM], k_pool.layout)
     inputs = (query_start, seq_lens, tables, table_stride, next_item, num_rows, shortest, longest)
+    smem = (q_room, v_boxes, k_smem, v_smem)
     shared = (q, out, (partial_acc, partial_stats), sinks, smem, barriers, q_strides, scale)
     gl.warp_specialize(
         [
             (
                 _bring,
                 (
-                    (k_pool, v_pool), smem, barriers, board, inputs,
+                    (k_pool, v_pool), (k_boxes, v_boxes), barriers, board, inputs,
                     WINDOW, KV_HEADS, GROUP, BLOCK_SIZE, BLOCK_R, HEAD_DIM, HALF_M, HALF_T, STAGES,
                 ),
             ),

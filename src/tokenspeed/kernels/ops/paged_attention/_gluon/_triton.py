@@ -4,8 +4,8 @@
 Names are those of paged_attention/_triton.py. A unit is a tile of 2 * HALF_M packed queries of a K/V head; the
 warpgroups that attend share out its queries. Where units are few, what each of them sees of K and V is cut into parts.
 An item is a part of a unit; a program takes item after item. A step takes 2 * HALF_T tokens, from two places of the
-pools. While a warpgroup's tensor cores multiply this step's queries by K and the last step's weights by V, its other
-units turn this step's scores into weights. K and V of the next item are on their way while an item ends.
+pools. While a warpgroup turns scores into weights, the tensor cores are the other's. K and V of the next item are on
+their way while an item ends.
 """
 
 from __future__ import annotations
@@ -251,17 +251,20 @@ def _step(
     state, queries, work, step,
     MASKED: gl.constexpr, WINDOW: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """This step's queries by K beside the last step's weights by V, and this step's softmax meanwhile."""
+    """This step's queries by K and the last step's weights by V, and this step's softmax.
+
+    The compiler lets only the softmax's maximum run beside V's product, the rest after it. That is as well: where power
+    is the limit, to overlap all of it, or to have the warpgroups take turns, was slower."""
     max_M, sum_M4, acc_MK, packed = state
     q_smem, position_M = queries
-    smem, barriers, done, num_steps, start, scale = work
+    smem, barriers, done, start, scale = work
     k_smem, v_smem = smem
     k_full, k_empty, v_full, v_empty = barriers
     pv: gl.constexpr = acc_MK.type.layout
     p_MT = _unpacked(packed, q_smem.dtype, gl.DotOperandLayout(0, pv, 2))
     stage = (done + step) % STAGES
     before = (done + step - 1) % STAGES
-    after = done + gl.minimum(step + 1, num_steps - 1)
+    mbarrier.wait(k_full.index(stage), (done + step) // STAGES & 1)
     mbarrier.wait(v_full.index(before), (done + step - 1) // STAGES & 1)
     scores_MT = _scores(q_smem, k_smem, stage, BLOCK_T)
     acc_MK = mma(p_MT, v_smem.index(before), acc_MK, is_async=True)
@@ -272,8 +275,6 @@ def _step(
     part_M4 = _sums(weights_MT)
     inner: gl.constexpr = gl.SliceLayout(1, sum_M4.type.layout)
     sum_M4 = sum_M4 * gl.convert_layout(decay_M, inner)[:, None] + part_M4
-    # The compiler does not move the wait for V's product to before this one, and so not to before the softmax.
-    mbarrier.wait(k_full.index(after % STAGES), after // STAGES & 1)
     acc_MK, p_MT = mma_wait(0, deps=[acc_MK, p_MT])
     mbarrier.arrive(v_empty.index(before))
     mbarrier.arrive(k_empty.index(stage))
@@ -327,12 +328,10 @@ def _attend_tile(
         full_begin = gl.minimum(full_begin, num_steps)
     full_end = gl.maximum(full_begin, full_end)
     queries = (q_smem, position_M)
-    if num_steps > 1:
-        mbarrier.wait(k_full.index((done + 1) % STAGES), (done + 1) // STAGES & 1)
-        if WINDOW > 0:
-            mbarrier.wait(v_full.index(stage), done // STAGES & 1)
-            _clean(v_boxes, stage, start, low, last, HEAD_DIM, HALF_T)
-    work = ((k_smem, v_smem), barriers, done, num_steps, start, scale)
+    if (num_steps > 1) & (WINDOW > 0):
+        mbarrier.wait(v_full.index(stage), done // STAGES & 1)
+        _clean(v_boxes, stage, start, low, last, HEAD_DIM, HALF_T)
+    work = ((k_smem, v_smem), barriers, done, start, scale)
     if WINDOW > 0:
         for step in range(1, full_begin):
             state = _step(state, queries, work, step, True, WINDOW, BLOCK_T, STAGES)

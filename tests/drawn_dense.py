@@ -17,9 +17,9 @@ from tokenspeed.kernels.registry import KernelContext, Reason, solutions_of
 class Shape:
     """A small model. rotary_dim 0: no positions."""
 
-    hidden_size: int = 64
-    ff_size: int = 96
-    vocab_size: int = 80
+    hidden_size: int = 32
+    ff_size: int = 48
+    vocab_size: int = 48
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 16
@@ -39,10 +39,12 @@ class Shape:
 
 SHAPES = {
     "qk-norm": Shape(),
-    "biases": Shape(qk_norm=False, biases=True, tied=True, num_heads=6),
+    "biases": Shape(num_layers=1, qk_norm=False, biases=True, tied=True, num_heads=6),
     "window": Shape(window=20, num_kv_heads=1, block_size=64, weight_offset=1.0),
-    "interleaved": Shape(interleaved=True, rotary_dim=8, embed_scale=2.5, activation=GELU_TANH, head_major=False),
-    "no-positions": Shape(rotary_dim=0, hidden_size=80, ff_size=176, qk_norm=False),
+    "interleaved": Shape(
+        num_layers=1, interleaved=True, rotary_dim=8, embed_scale=2.5, activation=GELU_TANH, head_major=False
+    ),
+    "no-positions": Shape(rotary_dim=0, hidden_size=48, ff_size=80, num_layers=1, qk_norm=False),
 }
 
 
@@ -168,7 +170,7 @@ def solution(name: str, device: str, dtype: torch.dtype) -> Prepare:
 
 
 def agreement(prepare: Prepare, drawn: Drawn, positions: list[int], *, tolerance: float) -> None:
-    """A step on poisoned pages, twice: logits and pages as the reference has them in float32, and equal bits."""
+    """A step on poisoned pages: logits and pages as the reference has them in float32, and on a device equal bits."""
     num_pages = 2 + len(positions) * (max(positions) // drawn.shape.block_size + 1)
     model, batch = drawn.model(num_pages), drawn.batch(positions, num_pages)
     poison_unseen(model, batch)
@@ -177,9 +179,9 @@ def agreement(prepare: Prepare, drawn: Drawn, positions: list[int], *, tolerance
     assert not isinstance(step, Reason), step
     assert not isinstance(oracle, Reason), oracle
     logits_RV = step(batch)
-    again_RV = step(batch)
     assert logits_RV.dtype is torch.float32
-    assert torch.equal(logits_RV, again_RV)
+    if logits_RV.is_cuda:  # an interpreted step is slow, and does nothing at once
+        assert torch.equal(logits_RV, step(batch))
     expected_RV = oracle(batch)
     error = float((logits_RV - expected_RV).norm() / expected_RV.norm())
     assert error < tolerance, f"logits differ by {error:.1e}"

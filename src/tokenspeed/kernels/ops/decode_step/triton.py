@@ -72,18 +72,23 @@ class TritonStep:
         gains = [layer.norm_before_attention for layer in model.layers[1:]] + [model.norm]
         num_sums = 1
         for layer, next_gain in zip(model.layers, gains, strict=True):
-            self._product(tiles.qkv, num_rows, self._h, layer.qkv, layer.qkv_bias, self._qkv, num_sums=num_sums)
+            self._product(
+                tiles.qkv, num_rows, self._h, layer.qkv, bias=layer.qkv_bias, outputs=self._qkv, num_sums=num_sums
+            )
             self._attend(tiles.attend, num_rows, layer, batch)
             self._product(
-                tiles.out, num_rows, self._attended, layer.out, layer.out_bias, self._x, gain=layer.norm_before_mlp
-            )
-            num_sums = len(layer.out) // tiles.out.rows
+                tiles.out, num_rows, self._attended, layer.out,
+                bias=layer.out_bias, outputs=self._x, gain=layer.norm_before_mlp,
+            )  # fmt: skip
             self._product(
-                tiles.gate_up, num_rows, self._h, layer.gate_up, layer.gate_up_bias, self._gated, num_sums=num_sums
+                tiles.gate_up, num_rows, self._h, layer.gate_up,
+                bias=layer.gate_up_bias, outputs=self._gated, num_sums=len(layer.out) // tiles.out.rows,
+            )  # fmt: skip
+            self._product(
+                tiles.down, num_rows, self._gated, layer.down, bias=layer.down_bias, outputs=self._x, gain=next_gain
             )
-            self._product(tiles.down, num_rows, self._gated, layer.down, layer.down_bias, self._x, gain=next_gain)
             num_sums = len(layer.down) // tiles.down.rows
-        self._product(tiles.head, num_rows, self._h, model.head, None, logits_RV, num_sums=num_sums)
+        self._product(tiles.head, num_rows, self._h, model.head, bias=None, outputs=logits_RV, num_sums=num_sums)
         return logits_RV
 
     def _embed(self, batch: DecodeBatch, num_rows: int) -> None:
@@ -101,9 +106,9 @@ class TritonStep:
         num_rows: int,
         inputs: torch.Tensor,
         weight: torch.Tensor,
+        *,
         bias: torch.Tensor | None,
         outputs: torch.Tensor,
-        *,
         num_sums: int = 0,
         gain: torch.Tensor | None = None,
     ) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode step of one row as one persistent kernel, in CUDA C++; steps of more rows go by the chain of Triton kernels.
+"""A decode step of one row as one persistent kernel, in CUDA C++; steps of more rows, and models that it cannot run, go
+by the chain of Triton kernels.
 
 Knows where the kernel runs and puts it together with its compiler. What it computes is in _persistent.
 """
@@ -64,7 +65,7 @@ def _build(ctx: KernelContext) -> Prepare:
         if isinstance(several, Reason):
             return several
         single = persistent(model)
-        return single if isinstance(single, Reason) else _Step(single, several)
+        return several if isinstance(single, Reason) else _Step(single, several)
 
     return prepare
 

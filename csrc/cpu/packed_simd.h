@@ -66,8 +66,8 @@ TOKENSPEED_INLINE Ints pair_products(Shorts a, Shorts b) {
 }
 
 TOKENSPEED_INLINE Bytes magnitude(SignedBytes value) {
-  const SignedBytes sign = value >> 7;
-  return as<Bytes>((value ^ sign) - sign);
+  const auto sign = as<Bytes>(value >> 7);
+  return (as<Bytes>(value) ^ sign) - sign;  // without a sign, where 128 is a number too
 }
 
 // value where sign_of is positive, -value where it is negative, whatever where it is zero.

@@ -185,10 +185,6 @@ inline void barrier_wait(u64* barrier, u32 parity) {
     emulated::yield();
   }
 }
-inline bool barrier_has_passed(u64* barrier, u32 parity) {
-  emulated::yield();
-  return emulated::at(barrier).phase != (short)parity;
-}
 inline u64 read_once_policy() { return 0; }
 inline void copy_bytes(void* to, const void* from, int num_bytes, u64* barrier, u64) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || num_bytes % 16) __trap();
@@ -210,8 +206,6 @@ inline void copy_tokens(void* to, const void* map, int number, int token, int he
   }});
 }
 inline void prefetch_map(const void*) {}
-inline void fetch_to_cache(const void*, int) {}
-inline long long cycles() { return 0; }
 inline void consumers_wait() { emulated::wait(emulated::consumers[blockIdx.x]); }
 inline void __syncthreads() { emulated::wait(emulated::blocks[blockIdx.x]); }
 inline void __syncwarp() { emulated::wait(*emulated::running->warp); }

@@ -198,7 +198,8 @@ class PersistentStep:
         self._params.embed_scale = 1.0 if model.embed_scale is None else model.embed_scale
         self._params.eps, self._params.gain_offset = model.eps, model.weight_offset
         self._params.score_scale = model.scale
-        self.in_flight(*[max(2, _IN_FLIGHT // c.slot)] * 2)
+        unit_bytes = c.unit_tokens * c.head_dim * model.embed.itemsize
+        self.in_flight(*[max(2, _IN_FLIGHT // size) for size in (c.slot, unit_bytes)])
 
     def in_flight(self, weights: int, pages: int) -> None:
         """Slots of each block that may be on their way at once."""

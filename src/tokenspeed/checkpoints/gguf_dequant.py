@@ -122,7 +122,8 @@ def _quarters(packed: Bytes) -> Bytes:
     """Codes of two bits: of 128 inputs in 32 bytes, four to a byte."""
     num_blocks = len(packed)
     runs = packed.reshape(num_blocks, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
-    return (runs & 3).reshape(num_blocks, 256)
+    codes: Bytes = np.bitwise_and(runs, np.uint8(3)).reshape(num_blocks, 256)
+    return codes
 
 
 def _q4_k(blocks: Bytes, out: Floats) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from drawn_dense import SHAPES, Drawn, Shape, agreement, copied, poison_unseen, solution
 from tokenspeed.kernels.ops.decode_step import DecodeBatch, Prepare
+from tokenspeed.kernels.ops.decode_step.cuda import persistent
 from tokenspeed.kernels.ops.decode_step.reference import prepare as reference
 from tokenspeed.kernels.registry import KernelContext, Reason, solutions_of
 
@@ -62,12 +63,14 @@ def test_the_chain_agrees_with_the_reference(shape: Shape, positions: list[int],
 @pytest.mark.parametrize("positions", [[0], [1], [70], [129], [3001], [70, 33]], ids=str)
 @pytest.mark.parametrize("shape", WIDE.values(), ids=WIDE)
 def test_the_persistent_kernel_agrees_with_the_reference(shape: Shape, positions: list[int]) -> None:
-    drawn = Drawn(shape, torch.bfloat16, "cuda")
-    agreement(prepare_of("cuda", torch.bfloat16), drawn, positions, tolerance=TOLERANCE[torch.bfloat16])
+    drawn, prepare = Drawn(shape, torch.bfloat16, "cuda"), prepare_of("cuda", torch.bfloat16)
+    assert not isinstance(persistent(drawn.model(2)), Reason)
+    agreement(prepare, drawn, positions, tolerance=TOLERANCE[torch.bfloat16])
 
 
-def test_the_persistent_kernel_refuses_small_heads() -> None:
-    refused = prepare_of("cuda", torch.bfloat16)(Drawn(SHAPES["qk-norm"], torch.bfloat16, "cuda").model(2), 16)
+def test_the_persistent_kernel_leaves_small_heads_to_the_chain() -> None:
+    prepare_of("cuda", torch.bfloat16)
+    refused = persistent(Drawn(SHAPES["qk-norm"], torch.bfloat16, "cuda").model(2))
     assert isinstance(refused, Reason)
     assert "heads of 16" in refused.text
 

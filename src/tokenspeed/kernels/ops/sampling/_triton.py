@@ -180,7 +180,7 @@ def survey(
         if temperature >= GREEDY_BELOW:
             scaled = logit * _rate(temperature)
             score = scaled + _gumbel(ids, _row_key(seed_ptr, position_ptr, row), FAST)
-            if HAS_FILTERS:  # noqa: SIM102 (known to the compiler, unlike the next)
+            if HAS_FILTERS:
                 if _is_filtered(row, top_k_ptr, top_p_ptr, min_p_ptr):
                     top = tl.max(logit, 0)
                     gap = (logit - tl.where(top == -INF, 0.0, top)) * _rate(temperature)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from every_seventh import EverySeventh
 from tokenspeed.bench.streams import Streams, Timing
 from tokenspeed.core.ipc import Vocabulary
 from tokenspeed.core.request import EngineRequest, Grammar, SamplingParams, SequenceUpdate, TokenLogprobs, pack_ids
@@ -21,7 +22,6 @@ from tokenspeed.engine.process import InProcessEngine
 from tokenspeed.execution.constraints import Constraints
 from tokenspeed.execution.cuda_graph import StepGraphs, StepSize
 from tokenspeed.execution.edits import StepEdits
-from tokenspeed.grammar import Mask
 from tokenspeed.llm.engine_client import EngineClient
 from tokenspeed.llm.llm import engine_config
 
@@ -101,32 +101,6 @@ def test_a_pool_of_fp8_gives_the_same_tokens_captured_or_not(folder: Path) -> No
     assert run(device="cuda") == plain
     # A key that lies between two numbers of 8 bits may fall to either side, and an answer goes on from there.
     assert sum(mine == other for mine, other in zip(plain, expected, strict=True)) > len(LENGTHS) // 2
-
-
-class EverySeventh:
-    """A grammar that allows each seventh token, others after each one; and its compiler."""
-
-    def __init__(self, first: int = 0) -> None:
-        self._first = first
-
-    def compile(self, grammar: Grammar) -> EverySeventh:
-        return EverySeventh(int(grammar.source))
-
-    def fill(self, mask: Mask) -> None:
-        bits = np.zeros(len(mask) * 32, dtype=np.bool_)
-        bits[self._first % 7 :: 7] = True
-        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
-
-    def accept(self, token_id: int) -> bool:
-        assert token_id % 7 == self._first % 7, (token_id, self._first)
-        self._first += 1
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        raise NotImplementedError
-
-    def copy(self) -> EverySeventh:
-        return EverySeventh(self._first)
 
 
 class Answer:

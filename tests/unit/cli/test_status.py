@@ -139,6 +139,15 @@ def _read_pictures(terminal: int, count: int) -> bytes:
     return seen
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Children can be interrupted, also where the whole run ignores it, as jobs in the background do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_on_a_terminal_it_draws_again_and_ctrl_c_ends_it() -> None:
     with serving(GOOD) as url:
         child, terminal = _on_a_terminal(url)

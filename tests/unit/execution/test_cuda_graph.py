@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from every_seventh import EverySeventh
 from tokenspeed.core.ipc import Vocabulary
 from tokenspeed.core.request import Grammar, SamplingParams
 from tokenspeed.execution.constraints import Constraints
 from tokenspeed.execution.cuda_graph import StepGraphs, StepSize, step_sizes
 from tokenspeed.execution.model_runner import ModelRunner
-from tokenspeed.grammar import Mask
 from tokenspeed.kernels.ops.decode_step import DenseModel
 from tokenspeed.kernels.ops.decode_step.reference import prepare
 from tokenspeed.kernels.registry import Reason
@@ -52,32 +52,6 @@ def prepared(
     )
     runner._on_thread(lambda: graphs.prepare(None))
     return graphs
-
-
-class EverySeventh:
-    """A grammar that allows each seventh token, others after each one; and its compiler."""
-
-    def __init__(self, first: int = 0) -> None:
-        self._first = first
-
-    def compile(self, grammar: Grammar) -> EverySeventh:
-        return EverySeventh(int(grammar.source))
-
-    def fill(self, mask: Mask) -> None:
-        bits = np.zeros(len(mask) * 32, dtype=np.bool_)
-        bits[self._first % 7 :: 7] = True
-        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
-
-    def accept(self, token_id: int) -> bool:
-        assert token_id % 7 == self._first % 7, (token_id, self._first)
-        self._first += 1
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        raise NotImplementedError
-
-    def copy(self) -> EverySeventh:
-        return EverySeventh(self._first)
 
 
 def with_grammars(loop: Any) -> Any:

@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SOLUTIONS = ("triton", "triton_invariant", "gluon")
+CAPTURED = ("triton", "triton_invariant", "gluon", "flash_attn")
+SOLUTIONS = (*CAPTURED, "flashinfer")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ SHAPES = {
     "head-80": Shape(MIXED, head_dim=80, num_heads=8),
     "head-96": Shape(MIXED, head_dim=96, num_heads=32, num_kv_heads=32),
     "head-256": Shape(MIXED, head_dim=256, num_heads=8, num_kv_heads=4),
+    "prefill-head-256": Shape(((1, 3000), (4099, 8209)), head_dim=256, num_heads=8, num_kv_heads=4),
+    "prefill-soft-cap": Shape(
+        ((1, 3000), (4099, 8209)), head_dim=256, num_heads=8, num_kv_heads=4, options={"soft_cap": 30.0}
+    ),
     "one-kv-head": Shape(MIXED, head_dim=64, num_heads=71, num_kv_heads=1),
     "seven-a-head": Shape(MIXED, num_heads=28, num_kv_heads=4),
     "small-blocks": Shape(MIXED, block_size=16),
@@ -135,7 +140,7 @@ def test_reads_pages_past_two_to_the_31_numbers(name: str) -> None:
     assert_close(built(name)(*args, **keywords), expected(args, keywords))
 
 
-@pytest.mark.parametrize("name", SOLUTIONS)
+@pytest.mark.parametrize("name", CAPTURED)
 @pytest.mark.parametrize("max_query_len", [1, 4100])
 def test_a_captured_launch_serves_rows_of_other_lengths(name: str, max_query_len: int) -> None:
     kernel = built(name)

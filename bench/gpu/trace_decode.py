@@ -2,8 +2,8 @@
 """Where the time of a decode step goes on a GPU: kernels by their share, and the gaps in which none runs.
 
 The engine runs on a thread of this process, so that one trace sees all of its kernels; it serves real requests
-meanwhile. Shares are of the traced window. The trace itself costs a little, mostly in the gaps: compare shares with
-shares, and times with `tokenspeed bench`.
+meanwhile. Shares are of the traced window, and add up to all of it. The trace itself costs a little, mostly in the
+gaps: compare shares with shares, and times with `tokenspeed bench`.
 
     python bench/gpu/trace_decode.py bench/gpu/qwen3-8b --batch 16 --context 8192
 """
@@ -47,12 +47,13 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Shares:
     """window_us: from the first kernel to the end of the last. busy_us: when at least one ran. kernels: (name, calls,
-    µs) by time. gaps: (kernel before, kernel after, number, µs) by time."""
+    µs, added µs) by the last, which is what they ran on after all before had ended: kernels overlap, waiting for each
+    other. gaps: (kernel before, kernel after, number, µs) by time."""
 
     window_us: float
     busy_us: float
     num_kernels: int
-    kernels: tuple[tuple[str, int, float], ...]
+    kernels: tuple[tuple[str, int, float, float], ...]
     gaps: tuple[tuple[str, str, int, float], ...]
 
 
@@ -67,18 +68,20 @@ def shares_of(spans: Sequence[Span]) -> Shares:
         runs[-1].append(span)
         end = max(end, span.end)
     run = max(runs, key=len)
-    kernels: dict[str, list[float]] = defaultdict(list)
+    kernels: dict[str, list[tuple[float, float]]] = defaultdict(list)
     gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
     last, busy_us = run[0], 0.0
     end = run[0].begin
     for span in run:
-        kernels[span.name].append(span.end - span.begin)
+        added = max(0.0, span.end - max(span.begin, end))
+        kernels[span.name].append((span.end - span.begin, added))
         if span.begin > end and span is not run[0]:
             gaps[last.name, span.name].append(span.begin - end)
-        busy_us += max(0.0, span.end - max(span.begin, end))
+        busy_us += added
         if span.end > end:
             last, end = span, span.end
-    by_time = sorted(((name, len(times), sum(times)) for name, times in kernels.items()), key=lambda each: -each[2])
+    sums = ((name, len(times), *(sum(each) for each in zip(*times, strict=True))) for name, times in kernels.items())
+    by_time = sorted(sums, key=lambda each: -each[3])
     pauses = sorted(((*names, len(times), sum(times)) for names, times in gaps.items()), key=lambda each: -each[3])
     return Shares(end - run[0].begin, busy_us, len(run), tuple(by_time), tuple(pauses))
 
@@ -148,11 +151,17 @@ def show(shares: Shares, untraced_us: float, num_rows: int) -> None:
         f"busy {shares.busy_us / shares.window_us:.1%}; {shares.num_kernels / steps:.0f} kernels a step"
     )
     rows = [
-        (name[:90], f"{micros / shares.window_us:.1%}", f"{calls / steps:.1f}", f"{micros / calls:.2f}")
-        for name, calls, micros in shares.kernels[:num_rows]
+        (
+            name[:90],
+            f"{added / shares.window_us:.1%}",
+            f"{calls / steps:.1f}",
+            f"{added / calls:.2f}",
+            f"{micros / calls:.2f}",
+        )
+        for name, calls, micros, added in shares.kernels[:num_rows]
     ]
-    print(report.table(("kernel", "share", "a step", "each µs"), rows))
-    rows = [
+    print(report.table(("kernel", "adds", "a step", "each adds µs", "each µs"), rows))
+    gap_rows = [
         (
             f"{before[:42]} → {after[:42]}",
             f"{micros / shares.window_us:.1%}",
@@ -161,7 +170,7 @@ def show(shares: Shares, untraced_us: float, num_rows: int) -> None:
         )
         for before, after, number, micros in shares.gaps[:num_rows]
     ]
-    print(report.table(("gap", "share", "a step", "each µs"), rows))
+    print(report.table(("gap", "share", "a step", "each µs"), gap_rows))
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def test_shares_and_gaps(trace_decode: ModuleType) -> None:
     assert shares.num_kernels == 4
     assert shares.window_us == 30.0
     assert shares.busy_us == 20.0
-    assert shares.kernels == (("a", 2, 10.0), ("b", 1, 7.0), ("c", 1, 5.0))
+    assert shares.kernels == (("a", 2, 10.0, 10.0), ("b", 1, 7.0, 5.0), ("c", 1, 5.0, 5.0))
     assert set(shares.gaps) == {("b", "a", 1, 5.0), ("a", "c", 1, 5.0)}
 
 

@@ -35,6 +35,7 @@ class Shape:
     activation: str = SILU
     weight_offset: float = 0.0
     head_major: bool = True
+    closing_norms: bool = False
 
 
 SHAPES = {
@@ -77,6 +78,9 @@ class Drawn:
         def bias(size: int) -> torch.Tensor | None:
             return self.normal(size, std=0.3) if shape.biases else None
 
+        def closing_norm() -> torch.Tensor | None:
+            return self.normal(hidden, std=0.2, mean=gain) if shape.closing_norms else None
+
         def matrix(rows: int, columns: int) -> torch.Tensor:
             return self.normal(rows, columns, std=columns**-0.5)
 
@@ -99,6 +103,8 @@ class Drawn:
             interleaved=shape.interleaved,
             group=group,
             window=window,
+            norm_after_attention=closing_norm(),
+            norm_after_mlp=closing_norm(),
         )
 
     def model(self, num_pages: int) -> DenseModel:

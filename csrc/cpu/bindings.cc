@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "kernels.h"
+#include "step.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -149,6 +150,23 @@ void bind_elementwise(nb::module_& module) {
   });
 }
 
+void bind_step(nb::module_& module) {
+  module.def("step_sizes", [] { return nb::make_tuple(sizeof(StepModel), sizeof(StepLayer)); });
+  module.def("decode_step",
+             [](std::uintptr_t model, std::uintptr_t token_ids, std::uintptr_t positions, std::uintptr_t seq_lens,
+                std::uintptr_t tables, std::uintptr_t logits, Int num_rows, Int num_groups) {
+               const StepBatch batch{array_at<Int>(token_ids),
+                                     array_at<Int>(positions),
+                                     array_at<std::int32_t>(seq_lens),
+                                     array_at<StepTable>(tables),
+                                     static_cast<float*>(at(logits)),
+                                     num_rows,
+                                     num_groups};
+               const nb::gil_scoped_release unlocked;
+               decode_step(kernels(), *array_at<StepModel>(model), batch);
+             });
+}
+
 }  // namespace
 }  // namespace tokenspeed::cpu
 
@@ -161,4 +179,5 @@ NB_MODULE(_cpu, module) {
   tokenspeed::cpu::bind_packed(module);
   tokenspeed::cpu::bind_attention(module);
   tokenspeed::cpu::bind_elementwise(module);
+  tokenspeed::cpu::bind_step(module);
 }

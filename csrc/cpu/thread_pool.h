@@ -19,7 +19,7 @@ int num_threads();
 void set_num_threads(int count);
 
 // A buffer of this thread, aligned to 64 bytes, valid until its next call with the same slot. Grows, never shrinks.
-constexpr int kNumScratchSlots = 5;
+constexpr int kNumScratchSlots = 6;
 float* scratch(int slot, std::size_t num_floats);
 
 }  // namespace tokenspeed::cpu

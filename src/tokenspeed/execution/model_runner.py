@@ -42,11 +42,12 @@ from tokenspeed.execution.scripted import ScriptedModel
 from tokenspeed.execution.weights import load_weights, num_parameters, require_memory
 from tokenspeed.kernels.compile_ahead import compiled_ahead
 from tokenspeed.kernels.ops.collective import Communicator
-from tokenspeed.kernels.ops.decode_step import DecodeStep, Prepare
+from tokenspeed.kernels.ops.decode_step import DecodeBatch, DecodeStep, Prepare
 from tokenspeed.kernels.platform import num_cpus, set_num_threads
 from tokenspeed.kernels.registry import BoundKernel, Reason
 from tokenspeed.layers.build import BuildContext
-from tokenspeed.layers.decoder import Decoder
+from tokenspeed.layers.decoder import TOKEN_IDS, Decoder
+from tokenspeed.layers.forward_batch import ForwardBatch
 from tokenspeed.models import CausalLM, resolve
 from tokenspeed.spmd.mesh import Group, GroupSizes, Mesh
 from tokenspeed.transfer import BlockMover, FinishedMove
@@ -94,6 +95,7 @@ class ModelRunner:
         buffers = self._buffers = parts.buffers
         self._sampling = parts.sampling
         self._graphs: StepGraphs | None = None
+        self._decode_step: DecodeStep | None = None  # of steps that no graph computes
         self._prompt_scorer = parts.prompt_scorer
         self._is_spoilt = np.zeros(len(buffers.last_token), dtype=np.bool_)
         self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
@@ -151,6 +153,8 @@ class ModelRunner:
         runner = cls(info, _Parts(model, forward, seats, buffers, sampling, scorer, mover))
         if not isinstance(model, ScriptedModel):
             placement.wait_for(device)
+            if device.type == "cpu" and mesh.num_ranks == 1:
+                runner._decode_step = runner._host_decode_step(ctx)
             try:
                 if device.type == "cuda" and not _unfit_for_capture(ctx):
                     runner._compile_ahead()
@@ -258,7 +262,7 @@ class ModelRunner:
             logits_SV = self._graphs.forward(inputs, size, columns)
             prepared = self._graphs.sampling(size)
         else:
-            logits_SV = self._forward.logits(buffers.step(inputs))
+            logits_SV = self._logits(inputs)
         if self._graphs is not None and size is None:
             prepared = self._graphs.sampling_behind(logits_SV, inputs, columns)
         drawn = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S, prepared)
@@ -267,6 +271,15 @@ class ModelRunner:
         buffers.advance(inputs)
         is_spoilt_R = self._is_spoilt[inputs.seats_R]
         return lambda: _output(plan.step_id, inputs, drawn.read(), prompt_logprobs, is_spoilt_R)
+
+    def _logits(self, inputs: StepInputs) -> torch.Tensor:
+        step, num_rows = self._buffers.step(inputs), len(inputs.seats_R)
+        decodes = num_rows == len(inputs.sources_T) == len(inputs.sampled_rows_S)
+        if self._decode_step is None or not decodes:
+            return self._forward.logits(step)
+        batch: ForwardBatch = step.context
+        tables = tuple(group.block_tables_RB for group in batch.groups)
+        return self._decode_step(DecodeBatch(step.sources[TOKEN_IDS], batch.positions_T, batch.seq_lens_R, tables))
 
     def _seat(self, seating: Seating) -> None:
         if isinstance(self._model, ScriptedModel):
@@ -325,18 +338,31 @@ class ModelRunner:
             (_plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True), (_warm_seating(prompt),)) for prompt in prompts
         ]
 
+    def _host_decode_step(self, ctx: BuildContext) -> DecodeStep | None:
+        """As _whole_decode_step, on a CPU: where its bits are those of the layers. Ops that somebody chose run one by
+        one."""
+        if set(ctx.kernels.overrides) - {"decode_step"}:
+            return None
+        ctx.bind("decode_step")
+        bound = ctx.bindings.pop("decode_step")
+        return self._prepared_step(ctx, bound, self._seats.num_seats) if bound.traits.batch_invariant else None
+
     def _whole_decode_step(self, ctx: BuildContext) -> DecodeStep | None:
         """What computes a small decode step as one op, where there is such for this model."""
         if ctx.dtype is not torch.bfloat16 and "decode_step" not in ctx.kernels.overrides:
             return None  # float32 is chosen to compare with other devices, and on these layers run one by one
         if ctx.kernels.batch_invariant:
             return None  # it sums in another order than the layers do, which compute the steps that do more than decode
-        prepare: Prepare = ctx.bind("decode_step")
+        ctx.bind("decode_step")
         bound = ctx.bindings.pop("decode_step")
-        if not bound.traits.graph_safe or not isinstance(self._model, Decoder):
+        return self._prepared_step(ctx, bound, DECODE_ROWS_MAX) if bound.traits.graph_safe else None
+
+    def _prepared_step(self, ctx: BuildContext, bound: BoundKernel, max_rows: int) -> DecodeStep | None:
+        prepare: Prepare = bound.call
+        if not isinstance(self._model, Decoder):
             return None
         dense = self._model.dense(self._buffers.kv_layers)
-        step = dense if isinstance(dense, str) else prepare(dense, DECODE_ROWS_MAX)
+        step = dense if isinstance(dense, str) else prepare(dense, max_rows)
         if isinstance(step, str | Reason):
             _log.info("small decode steps run layer by layer: %s", step if isinstance(step, str) else step.text)
             return None

@@ -15,13 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tokenspeed.kernels.ops.decode_step import DenseLayer, DenseModel
+from tokenspeed.kernels.ops.decode_step import DenseLayer, DenseModel, PackedWeight
 from tokenspeed.layers.activation import GatedMLP
 from tokenspeed.layers.attention import Attention, AttentionSpec, HeadNorms, KvSpec, from_heads, heads, kv_heads
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.embedding import Embedding, LmHead
 from tokenspeed.layers.forward_batch import ForwardBatch, KvLayer
 from tokenspeed.layers.linear import FusedLinear, Linear
+from tokenspeed.layers.matrix import Matrix
 from tokenspeed.layers.norm import RMSNorm
 from tokenspeed.layers.rotary import RotaryEmbedding
 from tokenspeed.layers.weight_map import Names, WeightEntry, WeightMap, fused_slots, linear_slots, slot, under
@@ -240,7 +241,7 @@ class DecoderLayer(nn.Module):
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, SelfAttention) or not isinstance(mlp, GatedMLP):
             return "a layer is more than attention of grouped heads and a gated feed-forward"
-        if self.before_attention is None or self.before_mlp is None or self.after_attention or self.after_mlp:
+        if self.before_attention is None or self.before_mlp is None:
             return "its norms stand elsewhere than before attention and feed-forward"
         spec = attention.attention.spec
         if spec.soft_cap is not None or attention.attention.sinks is not None:
@@ -251,6 +252,7 @@ class DecoderLayer(nn.Module):
         if pages.k.dtype is not attention.qkv.weight.dtype:
             return f"its pages keep {str(pages.k.dtype).removeprefix('torch.')}"
         rotary, q_norm, k_norm = attention.rotary, attention.q_norm, attention.k_norm
+        after_attention, after_mlp = self.after_attention, self.after_mlp
         return DenseLayer(
             norm_before_attention=self.before_attention.weight,
             qkv=attention.qkv.weight,
@@ -270,6 +272,11 @@ class DecoderLayer(nn.Module):
             interleaved=rotary is not None and rotary.interleaved,
             group=pages.group,
             window=spec.kv.window,
+            norm_after_attention=None if after_attention is None else after_attention.weight,
+            norm_after_mlp=None if after_mlp is None else after_mlp.weight,
+            packed=_packed(
+                qkv=attention.qkv.matrix, out=attention.out.matrix, gate_up=mlp.gate_up.matrix, down=mlp.down.matrix
+            ),
         )
 
     def weight_slots(self) -> list[WeightEntry]:
@@ -344,6 +351,7 @@ class Decoder(nn.Module):
             head_dim=spec.kv.head_dim,
             scale=spec.scale,
             activation=first.mlp.activation,
+            packed=_packed(embed=self.embed.matrix, head=self.head.matrix),
         )
 
     def weight_map(self) -> WeightMap:
@@ -359,6 +367,10 @@ class Decoder(nn.Module):
         if self.spec.tied:
             return WeightMap(tuple(entries), (*names.ignored, head))
         return WeightMap((*entries, slot(head, self.head.weight, self.head.cut)), names.ignored)
+
+
+def _packed(**matrices: Matrix) -> dict[str, PackedWeight]:
+    return {name: matrix.packed for name, matrix in matrices.items() if matrix.packed is not None}
 
 
 def _qk_norm(ctx: BuildContext, spec: SelfAttentionSpec, size: int, shards: Shards) -> RMSNorm | None:

@@ -12,6 +12,7 @@ new token:
 
     x = embed[token] * embed_scale
     of each layer: x += out(attention(rotary(norm(qkv(norm(x))))));  x += down(activation(gate) * up) of norm(x)
+        where either branch may end with a norm of its own
     logits = head(norm(x)), a new (R, V) float32
 
 with RMS norms that multiply by weight + weight_offset. K and V of the new token are written to slot
@@ -20,6 +21,9 @@ max(0, position - window + 1) ... position. Nothing else of the pages is read in
 elsewhere. The residual stream may be kept in float32 or rounded to the model's dtype, and so may what passes between
 two products: results agree with the layers' own up to such roundings.
 
+Matrices may stay in few bits: then the field of a matrix has a shape and a dtype but no memory, and `packed` has, by
+the field's name, what the op packed_linear made of it. A solution multiplies by it itself where it knows how it lies.
+
 A padded row has position 0 and a table of zeros: it may write to page 0, and its logits mean nothing. A call of a
 solution that is graph-safe launches the same work for the same number of rows, whatever the positions are; a step
 uses scratch memory of its own, so calls of one step must follow each other on one stream.
@@ -27,7 +31,8 @@ uses scratch memory of its own, so calls of one step must follow each other on o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -38,10 +43,23 @@ SILU, GELU_TANH = "silu_mul", "gelu_tanh_mul"
 """Activations of the gate, by the names of the ops that compute them."""
 
 
+class PackedWeight(Protocol):
+    """What a step uses of packed_linear.PackedMatrix."""
+
+    cpu_pieces_P3: torch.Tensor | None
+
+    def __call__(
+        self, x_TD: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+
+    def rows(self, row_ids_T: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class DenseLayer:
-    """Norms: (D,), q_norm and k_norm (K,) over each head, or None. qkv: (N, D), q then k then v; out: (D, H K);
-    gate_up: (2 F, D), gate then up; down: (D, F); biases as long as these have rows, or None.
+    """Norms: (D,), None after a branch that ends without one; q_norm and k_norm (K,) over each head, or None. qkv:
+    (N, D), q then k then v; out: (D, H K); gate_up: (2 F, D), gate then up; down: (D, F); biases as long as these have
+    rows, or None.
 
     k_pages, v_pages: (P, block_size, G, K), last dimension contiguous, other strides free. table_PR: as in the op
     rotary, None for a layer without positions. group: which of DecodeBatch.block_tables numbers the pages. window:
@@ -66,6 +84,9 @@ class DenseLayer:
     interleaved: bool
     group: int
     window: int | None
+    norm_after_attention: torch.Tensor | None = None
+    norm_after_mlp: torch.Tensor | None = None
+    packed: Mapping[str, PackedWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +105,7 @@ class DenseModel:
     head_dim: int
     scale: float
     activation: str
+    packed: Mapping[str, PackedWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,16 @@ class _Step:
     def __call__(self, batch: DecodeBatch) -> torch.Tensor:
         model = self._model
         assert len(batch.token_ids_R) <= self._max_rows, (len(batch.token_ids_R), self._max_rows)
-        x_RD = model.embed[batch.token_ids_R].float()
+        embed = model.packed.get("embed")
+        x_RD = (model.embed[batch.token_ids_R] if embed is None else embed.rows(batch.token_ids_R)).float()
         if model.embed_scale is not None:
             x_RD = x_RD * model.embed_scale
         for layer in model.layers:
-            x_RD = x_RD + _attention(model, layer, _norm(model, x_RD, layer.norm_before_attention), batch)
-            x_RD = x_RD + _feed_forward(model, layer, _norm(model, x_RD, layer.norm_before_mlp))
-        return _linear(_norm(model, x_RD, model.norm), model.head, None)
+            attended_RD = _attention(model, layer, _norm(model, x_RD, layer.norm_before_attention), batch)
+            x_RD = x_RD + _closed(model, attended_RD, layer.norm_after_attention)
+            fed_RD = _feed_forward(model, layer, _norm(model, x_RD, layer.norm_before_mlp))
+            x_RD = x_RD + _closed(model, fed_RD, layer.norm_after_mlp)
+        return _linear(model, "head", _norm(model, x_RD, model.norm), model.head, None)
 
 
 def _norm(model: DenseModel, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -35,19 +38,27 @@ def _norm(model: DenseModel, x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
     return x * scale * (weight.float() + model.weight_offset)
 
 
-def _linear(x_RD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return fn.linear(x_RD, weight.float(), None if bias is None else bias.float())
+def _closed(model: DenseModel, x_RD: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return x_RD if weight is None else _norm(model, x_RD, weight)
+
+
+def _linear(
+    part: DenseModel | DenseLayer, name: str, x_RD: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    packed, bias = part.packed.get(name), None if bias is None else bias.float()
+    return fn.linear(x_RD, weight.float(), bias) if packed is None else packed(x_RD, bias)
 
 
 def _feed_forward(model: DenseModel, layer: DenseLayer, x_RD: torch.Tensor) -> torch.Tensor:
-    gate_RF, up_RF = _linear(x_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
+    gate_RF, up_RF = _linear(layer, "gate_up", x_RD, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
     gated_RF = fn.gelu(gate_RF, approximate="tanh") if model.activation == GELU_TANH else fn.silu(gate_RF)
-    return _linear(gated_RF * up_RF, layer.down, layer.down_bias)
+    return _linear(layer, "down", gated_RF * up_RF, layer.down, layer.down_bias)
 
 
 def _attention(model: DenseModel, layer: DenseLayer, x_RD: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
     num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
-    heads = _linear(x_RD, layer.qkv, layer.qkv_bias).view(len(x_RD), num_heads + 2 * num_kv_heads, model.head_dim)
+    heads_RN = _linear(layer, "qkv", x_RD, layer.qkv, layer.qkv_bias)
+    heads = heads_RN.view(len(x_RD), num_heads + 2 * num_kv_heads, model.head_dim)
     q_RHK, k_RGK, v_RGK = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q_RHK, k_RGK = _norm(model, q_RHK, layer.q_norm), _norm(model, k_RGK, layer.k_norm)
@@ -62,7 +73,7 @@ def _attention(model: DenseModel, layer: DenseLayer, x_RD: torch.Tensor, batch: 
         layer.k_pages[page, offset] = k_RGK[row].to(layer.k_pages.dtype)
         layer.v_pages[page, offset] = v_RGK[row].to(layer.v_pages.dtype)
         outputs.append(_row_attention(model, layer, q_RHK[row], table_B, position))
-    return _linear(torch.stack(outputs).flatten(1), layer.out, layer.out_bias)
+    return _linear(layer, "out", torch.stack(outputs).flatten(1), layer.out, layer.out_bias)
 
 
 def _turned(x_RHK: torch.Tensor, turns_RR: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -187,7 +187,11 @@ def refusal(model: DenseModel, max_rows: int) -> str | None:
         return f"heads of {model.head_dim} numbers, which is not 16, 32, 64, 128 or 256"
     if model.num_heads % model.num_kv_heads or model.num_heads // model.num_kv_heads > 16:
         return f"{model.num_heads} heads on {model.num_kv_heads} K/V heads"
+    if model.packed or any(layer.packed for layer in model.layers):
+        return "weights that stay packed"
     for layer in model.layers:
+        if layer.norm_after_attention is not None or layer.norm_after_mlp is not None:
+            return "norms after attention and feed-forward"
         if layer.k_pages.stride() != layer.v_pages.stride() or layer.k_pages.stride(3) != 1:
             return "pages of K and V that lie differently"
         for weight in (layer.qkv, layer.out, layer.gate_up, layer.down, model.head, model.embed):

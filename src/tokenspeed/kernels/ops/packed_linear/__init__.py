@@ -58,11 +58,13 @@ class Piece:
 
 
 class PackedMatrix(Protocol):
-    """A weight as a solution keeps it. num_bytes: what it takes."""
+    """A weight as a solution keeps it. num_bytes: what it takes. cpu_pieces_P3: where the compiled CPU kernels find it,
+    as csrc/cpu/kernels.h has a PackedPiece, for a step that runs them itself; None where it lies otherwise."""
 
     num_outputs: int
     num_inputs: int
     num_bytes: int
+    cpu_pieces_P3: torch.Tensor | None
 
     def __call__(
         self, x_TD: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None

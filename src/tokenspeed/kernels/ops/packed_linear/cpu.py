@@ -26,9 +26,10 @@ class _Packed:
         self._data = [_pack(piece) for piece in pieces]
         self.num_bytes = sum(len(data) for data in self._data)
         formats = [_CODES[piece.format] for piece in pieces]
-        # PackedPiece of csrc/cpu/kernels.h
         described = zip(self._data, pieces, formats, strict=True)
-        self._table_P3 = torch.tensor([[data.data_ptr(), piece.num_outputs, code] for data, piece, code in described])
+        table = [[data.data_ptr(), piece.num_outputs, code] for data, piece, code in described]
+        self.cpu_pieces_P3: torch.Tensor | None = torch.tensor(table)
+        self._table = self.cpu_pieces_P3.data_ptr()
         self._formats, self._dtype = formats, dtype
         self._linear, self._rows = module.packed_linear, module.packed_rows
 
@@ -42,7 +43,7 @@ class _Packed:
         out_TN = torch.empty((num_rows, self.num_outputs), dtype=dtype)
         self._linear(
             x_TD.data_ptr(),
-            self._table_P3.data_ptr(),
+            self._table,
             0 if bias_N is None else bias_N.data_ptr(),
             out_TN.data_ptr(),
             len(self._data),

@@ -18,6 +18,7 @@ class _Numbers:
         self._dtype = ctx.dtype
         self.num_outputs, self.num_inputs = self._weight_ND.shape
         self.num_bytes = 4 * self._weight_ND.numel()
+        self.cpu_pieces_P3: torch.Tensor | None = None
 
     def __call__(
         self, x_TD: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a CPU a step that only decodes is one call, and gives the tokens of the layers; ops that somebody chose run one by
+one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tokenspeed.core.config import EngineConfig
+from tokenspeed.kernels.platform import compiled_cpu
+from tokenspeed.kernels.registry import KernelContext, Ok
+
+pytestmark = pytest.mark.skipif(
+    compiled_cpu(KernelContext("cpu", torch.float32)) != Ok(), reason="the compiled CPU kernels are not built"
+)
+
+
+def served(tools: Any, config: EngineConfig, *, whole: bool) -> tuple[list[list[int]], int]:
+    """Tokens of some requests that come and go, and how many steps were one call."""
+    loop = tools.Loop(config)
+    runner, sizes = loop.runner, []
+    step = runner._decode_step
+    assert step is not None
+
+    def counted(batch: Any) -> torch.Tensor:
+        sizes.append(len(batch.token_ids_R))
+        return step(batch)  # type: ignore[no-any-return]
+
+    runner._decode_step = counted if whole else None
+    try:
+        wishes = [tools.Wish(list(range(row, 20 + row)), 12 + row, arrives=2 * row) for row in range(5)]
+        return [request.token_ids for request in loop.run(wishes)], len(set(sizes))
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_that_only_decode_are_one_call(tiny_path: Path, tools: Any, dtype: str) -> None:
+    config = tools.engine_config(tiny_path, dtype=dtype)
+    tokens, num_sizes = served(tools, config, whole=True)
+    assert num_sizes >= 4
+    assert served(tools, config, whole=False) == (tokens, 0)
+
+
+def test_chosen_ops_run_one_by_one(tiny_path: Path, tools: Any) -> None:
+    config = tools.engine_config(tiny_path)
+    chosen = msgspec.structs.replace(config.device, kernel_overrides=(("silu_mul", "reference"),))
+    runner = tools.new_runner(msgspec.structs.replace(config, device=chosen))
+    assert runner._decode_step is None
+    runner.close()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op decode_step in one call of the compiled CPU module: agrees with the reference on small models of many shapes,
+with numbers and with weights that stay packed, and refuses in words what it cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from drawn_dense import SHAPES, Drawn, Shape, agreement, solution
+from tokenspeed.kernels.ops.decode_step import DenseModel, PackedWeight
+from tokenspeed.kernels.ops.packed_linear import Piece
+from tokenspeed.kernels.platform import compiled_cpu
+from tokenspeed.kernels.registry import KernelContext, Ok, Reason, bind
+
+pytestmark = pytest.mark.skipif(
+    compiled_cpu(KernelContext("cpu", torch.float32)) != Ok(), reason="the compiled CPU kernels are not built"
+)
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def packed(rows: int, columns: int, generator: torch.Generator, name: str = "cpu") -> PackedWeight:
+    """Q8_0 blocks of small numbers."""
+    blocks = torch.randint(0, 256, (rows, columns // 32, 34), generator=generator, dtype=torch.int64).to(torch.uint8)
+    scale = torch.tensor([columns**-0.5 / 74], dtype=torch.float16)
+    blocks[:, :, :2] = scale.view(torch.uint8)
+    ctx = KernelContext("cpu", torch.float32, overrides={"packed_linear": name})
+    return bind("packed_linear", ctx).call([Piece("q8_0", blocks.view(rows, -1))])  # type: ignore[no-any-return]
+
+
+def with_packed(model: DenseModel, name: str) -> DenseModel:
+    """The model with all matrices but `out` from blocks, the same ones for equal shapes of the model."""
+    generator = torch.Generator().manual_seed(11)
+
+    def drawn(weight: torch.Tensor) -> PackedWeight:
+        return packed(*weight.shape, generator, name)
+
+    layers = [
+        dataclasses.replace(layer, packed={part: drawn(getattr(layer, part)) for part in ("qkv", "gate_up", "down")})
+        for layer in model.layers
+    ]
+    return dataclasses.replace(
+        model, layers=tuple(layers), packed={"embed": drawn(model.embed), "head": drawn(model.head)}
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("positions", [[70], [0, 33, 69]], ids=["one-row", "rows"])
+def test_it_agrees_with_the_reference(name: str, positions: list[int], dtype: torch.dtype) -> None:
+    drawn = Drawn(SHAPES[name], dtype)
+    agreement(solution("cpu", "cpu", dtype), drawn, positions, tolerance=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_branches_may_end_with_norms(name: str) -> None:
+    shape = SHAPES["interleaved" if name == "gelu" else "qk-norm"]
+    drawn = Drawn(dataclasses.replace(shape, closing_norms=True), torch.float32)
+    agreement(solution("cpu", "cpu", torch.float32), drawn, [3, 40], tolerance=1e-5)
+
+
+def test_matrices_may_stay_packed() -> None:
+    """Activations become bytes, so the reference is not met closely, but much closer than by other blocks."""
+    drawn = Drawn(Shape(hidden_size=64, ff_size=96, biases=True), torch.float32)
+    model, batch = drawn.model(20), drawn.batch([5, 0, 60], 20)
+    steps = [solution(name, "cpu", torch.float32)(with_packed(model, name), 3) for name in ("cpu", "reference")]
+    logits = [step(batch) for step in steps if not isinstance(step, Reason)]
+    assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.03
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    drawn = Drawn(Shape(hidden_size=64, ff_size=96), torch.float32)
+    model, batch = with_packed(drawn.model(40), "cpu"), drawn.batch([5, 0, 60, 17, 31, 2, 8], 40)
+    step = solution("cpu", "cpu", torch.float32)(model, 7)
+    assert not isinstance(step, Reason)
+    together = step(batch)
+    for row in range(7):
+        one = slice(row, row + 1)
+        alone = dataclasses.replace(
+            batch,
+            token_ids_R=batch.token_ids_R[one],
+            positions_R=batch.positions_R[one],
+            seq_lens_R=batch.seq_lens_R[one],
+            block_tables=tuple(table[one] for table in batch.block_tables),
+        )
+        assert torch.equal(step(alone)[0], together[row])
+    none = dataclasses.replace(alone, token_ids_R=batch.token_ids_R[:0])
+    assert step(none).shape == (0, len(model.head))
+
+
+def refused(model: DenseModel) -> str:
+    answer = solution("cpu", "cpu", torch.float32)(model, 1)
+    assert isinstance(answer, Reason)
+    return answer.text
+
+
+def test_what_it_cannot_run_it_refuses_in_words() -> None:
+    model = Drawn(Shape(num_layers=1, hidden_size=64, ff_size=96), torch.float32).model(2)
+    assert "relu_mul" in refused(dataclasses.replace(model, activation="relu_mul"))
+    assert "without layers" in refused(dataclasses.replace(model, layers=()))
+    assert "4 heads on 3" in refused(dataclasses.replace(model, num_kv_heads=3))
+    assert "in another way" in refused(with_packed(model, "reference"))
+    layer = model.layers[0]
+    halves = dataclasses.replace(layer, k_pages=layer.k_pages.to(torch.float16))
+    assert "several dtypes" in refused(dataclasses.replace(model, layers=(halves,)))
+    across = dataclasses.replace(layer, v_pages=layer.v_pages.transpose(1, 3).contiguous().transpose(1, 3))
+    assert "do not lie together" in refused(dataclasses.replace(model, layers=(across,)))

@@ -63,7 +63,7 @@ struct Buffers {
   void* attended;  // heads
   void* gate_up;
   void* gated;
-  std::int64_t* slots;       // of each group and row
+  std::int64_t* slots;        // of each group and row
   std::int32_t* query_start;  // 0, 1, ...
 
   Buffers(Arena& arena, const StepModel& model, const StepBatch& batch) {
@@ -174,8 +174,8 @@ class Step {
                           matrix.num_inputs, matrix.num_inputs, dtype_, out_dtype});
       return;
     }
-    set_.linear({x, matrix.weight, matrix.bias, out, num_rows, matrix.num_outputs, matrix.num_inputs,
-                 matrix.num_inputs, matrix.num_inputs, dtype_, out_dtype});
+    set_.linear({x, matrix.weight, matrix.bias, out, num_rows, matrix.num_outputs, matrix.num_inputs, matrix.num_inputs,
+                 matrix.num_inputs, dtype_, out_dtype});
   }
 
   void gate(std::int64_t ff_size) const {

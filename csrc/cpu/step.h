@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A decode step of a whole dense model in one call: see kernels/ops/decode_step. A program of the other kernels, so what
-// it computes has the same bits as their calls one by one. Knows no instruction set.
+// A decode step of a whole dense model in one call: see kernels/ops/decode_step. A program of the other kernels, so
+// what it computes has the same bits as their calls one by one. Knows no instruction set.
 //
 // Python writes these structures as arrays of records with the same fields in the same order (ops/decode_step/cpu.py),
 // so every field has eight bytes, but for pairs of floats.

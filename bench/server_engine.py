@@ -28,6 +28,7 @@ def info() -> EngineInfo:
         max_model_len=262_144,
         max_num_seqs=1024,
         max_num_batched_tokens=8192,
+        max_num_mixed_prefill_tokens=1024,
         vocab_size=49_152,
         load_s=0.0,
     )

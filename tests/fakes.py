@@ -104,6 +104,7 @@ def engine_info(**changes: object) -> EngineInfo:
         "max_model_len": 512,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,
+        "max_num_mixed_prefill_tokens": 2048,
         "vocab_size": VOCAB_SIZE,
         "load_s": 0.0,
     }

@@ -36,7 +36,7 @@ StepPlan* Scheduler::fill_plan() {
   }
   budgets_.clear();
   for (Partition& partition : partitions_) {
-    budgets_.push_back(budget_left(plan, partition));
+    budgets_.push_back(prefill_budget(plan, partition));
   }
   for (Partition& partition : partitions_) {
     plan_prefills(plan, partition, budgets_[static_cast<std::size_t>(partition.id().value())]);
@@ -139,14 +139,19 @@ void Scheduler::add_decode_row(StepPlan& plan, Slot slot, std::int32_t drafts) {
   ledger_.add_row(decode_work(slot, drafts), seat);
 }
 
-Tokens Scheduler::budget_left(const StepPlan& plan, const Partition& partition) const {
+// Prompt tokens that the step may have in a partition; so far its rows are decodes. Whoever decodes, in whatever
+// partition, waits for the whole step. What decodes take leaves a token for each prompt under way, and the bound is of
+// prompt tokens alone, so that no number of decodes stalls a prompt.
+Tokens Scheduler::prefill_budget(const StepPlan& plan, const Partition& partition) const {
   std::int64_t used = 0;
   const std::int32_t seats = config_.max_num_seqs;
   for (std::size_t index = 0; index < plan.rows.num_rows(); ++index) {
     const auto row = plan.rows.row(index);
     used += row[0] / seats == partition.id().value() ? row[3] : 0;
   }
-  return Tokens(config_.max_num_batched_tokens - used);
+  const std::int64_t left = config_.max_num_batched_tokens - used;
+  const bool decodes = plan.rows.num_rows() > 0;
+  return Tokens(decodes ? std::min(left, config_.max_num_mixed_prefill_tokens.value_or(left)) : left);
 }
 
 // Pages for all tokens up to `end`; there must be room for them.

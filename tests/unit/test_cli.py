@@ -44,7 +44,7 @@ def test_flags_become_configuration(configs: list[Any]) -> None:
         "serve some/model --served-name m --max-model-len 100 --kv-tokens 640 --block-size 32 --threads 2 --port 0 "
         "--no-prefix-caching --max-num-seqs 3 --overlap-depth 0 --dtype float32 --load-format gguf --api-key k "
         "--strict-model-name --cors-origin a --cors-origin b --kernel linear=reference --memory-fraction 0.25 "
-        "--kv-cache-dtype fp8"
+        "--kv-cache-dtype fp8 --max-num-mixed-prefill-tokens 1k"
     )
     assert cli.main(command.split()) == 0
     (asked,) = configs
@@ -54,6 +54,7 @@ def test_flags_become_configuration(configs: list[Any]) -> None:
     assert (engine.cache.kv_tokens, engine.cache.block_size, engine.cache.prefix_caching) == (640, 32, False)
     assert (engine.cache.memory_fraction, engine.cache.kv_dtype) == (0.25, "fp8")
     assert (engine.scheduler.max_num_seqs, engine.scheduler.overlap_depth) == (3, 0)
+    assert engine.scheduler.max_num_mixed_prefill_tokens == 1000
     assert (engine.device.num_threads, engine.device.kernel_overrides) == (2, (("linear", "reference"),))
     assert (server.port, server.api_key, server.strict_model_name) == (0, "k", True)
     assert server.cors_origins == ("a", "b")
@@ -94,6 +95,7 @@ def test_every_configuration_field_has_a_flag_or_a_reason() -> None:
         (["serve", "--host-store", "pressure"], "give --host-kv-tokens"),
         (["serve", "--max-num-waiting", "-1"], "--max-num-waiting -1"),
         (["serve", "--ageing-steps", "0"], "--ageing-steps 0"),
+        (["serve", "--max-num-mixed-prefill-tokens", "0"], "--max-num-mixed-prefill-tokens 0: give at least 1"),
     ],
 )
 def test_a_wrong_flag_is_one_line(

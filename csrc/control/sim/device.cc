@@ -48,7 +48,9 @@ void Device::seat(const StepPlan& plan, const Oracle& oracle) {
 
 void Device::check_shape(const StepPlan& plan) const {
   std::vector<std::int64_t> num_tokens(at(layout_.config().num_partitions));
+  std::vector<std::int64_t> num_prefill_tokens(num_tokens.size());
   bool prefill_seen = false;
+  bool decodes = false;
   std::set<std::int32_t> seats;
   for (std::size_t index = 0; index < plan.rows.num_rows(); ++index) {
     const auto row = plan.rows.row(index);
@@ -57,10 +59,16 @@ void Device::check_shape(const StepPlan& plan) const {
     require(row[3] >= 1 && row[2] >= 0, "row", row[2], row[3]);
     require(is_prefill(row) ? row[4] == 0 : row[3] == 1 + row[4], "row", row[3], "drafts", row[4]);
     prefill_seen = prefill_seen || is_prefill(row);
+    decodes = decodes || !is_prefill(row);
     num_tokens[at(partition_of(row[0]))] += row[3];
+    num_prefill_tokens[at(partition_of(row[0]))] += is_prefill(row) ? row[3] : 0;
   }
   for (const std::int64_t count : num_tokens) {
     require(count <= layout_.config().max_num_batched_tokens, "a plan with", count, "tokens in a partition");
+  }
+  for (const std::int64_t count : num_prefill_tokens) {
+    require(!decodes || count <= layout_.config().max_num_mixed_prefill_tokens.value_or(count),
+            "a step that decodes with", count, "prompt tokens in a partition");
   }
 }
 

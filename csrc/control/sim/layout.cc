@@ -117,6 +117,10 @@ Config random_config(Random& random, std::int64_t typical_len) {
   config.prefix_caching = random.chance(92);
   config.host_store = random.chance(50) ? HostStore::kOnSeal : HostStore::kOnPressure;
   config.kv_events = true;
+  if (random.chance(60)) {
+    const std::int64_t most = random.chance(50) ? 4 : config.max_num_batched_tokens;
+    config.max_num_mixed_prefill_tokens = random.between(1, most);
+  }
   return config;
 }
 

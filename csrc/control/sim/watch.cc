@@ -40,6 +40,7 @@ Snapshot snapshot(const Scheduler& scheduler) {
   Snapshot taken;
   taken.now_ms = scheduler.now_ms();
   std::vector<const Sequence*> first(at(scheduler.config().num_partitions));
+  std::vector<const Sequence*> first_prompt(first.size());
   for (const auto& sequence : scheduler.sequences()) {
     if (!sequence) {
       continue;
@@ -60,6 +61,15 @@ Snapshot snapshot(const Scheduler& scheduler) {
       if (sequence->is<Decoding>() && sequence->wants_decode() && has_pages) {
         taken.must_decode.insert(key);
       }
+      const Sequence*& prompt = first_prompt[at(sequence->grant().home().id().value())];
+      if (sequence->is<Prefilling>() && (prompt == nullptr || sequence->rank() < prompt->rank())) {
+        prompt = &*sequence;
+      }
+    }
+  }
+  for (const Sequence* prompt : first_prompt) {
+    if (prompt != nullptr && prompt->covered() >= prompt->len()) {
+      taken.must_prefill.push_back(prompt->key());
     }
   }
   for (const Sequence* front : first) {
@@ -247,6 +257,11 @@ void Watch::check_progress(const Snapshot& before, const StepPlan* plan, const S
   for (const RequestKey& key : before.must_decode) {
     require(!was(after, key, "Decoding") || has_row.contains(key), "request", key,
             "decodes, has its pages, and got no row");
+  }
+  // However many decode.
+  for (const RequestKey& key : before.must_prefill) {
+    require(!is_running(after, key) || has_row.contains(key), "request", key,
+            "is the first of the prompts, has its pages, and got no row");
   }
   for (const auto& [key, state] : after.states) {
     if (state != "Decoding" || has_row.contains(key)) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Looks at the states of all sequences before and after each call: which transitions happened, that nobody is
-// preempted, held or let go who must not be, and that whoever decodes gets on.
+// preempted, held or let go who must not be, and that whoever decodes gets on, and the first of the prompts.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,7 @@ struct Snapshot {
   ByKey<HeldThen> held;
   std::vector<RequestKey> first;  // in rank among those that run, by partition
   std::set<RequestKey, KeyOrder> must_decode;
+  std::vector<RequestKey> must_prefill;  // first in rank among a partition's prompts, where it has all its pages
 };
 
 [[nodiscard]] Snapshot snapshot(const Scheduler& scheduler);

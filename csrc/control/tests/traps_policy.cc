@@ -142,6 +142,74 @@ void trap_16_every_decode_gets_on_whatever_comes_beside_it() {
   }
 }
 
+struct StepTokens {
+  std::int64_t num_decode = 0;
+  std::int64_t num_prompt = 0;
+};
+
+StepTokens tokens_of(const PlanCopy* plan) {
+  StepTokens tokens;
+  for (const auto& row : plan == nullptr ? Rows<5>() : plan->rows) {
+    (row[1] == static_cast<std::int32_t>(RowKind::kDecode) ? tokens.num_decode : tokens.num_prompt) += row[3];
+  }
+  return tokens;
+}
+
+// Where anybody decodes, in the prompts' partition or in another, they get what is allowed beside it, and no less. As
+// soon as nobody does, they get the whole step.
+void trap_16_a_step_that_decodes_has_few_prompt_tokens() {
+  for (const std::size_t depth : {0U, 1U}) {
+    for (const std::int32_t num_partitions : {1, 2}) {
+      Config config = config_of({full(16, 600)});
+      config.num_partitions = num_partitions;
+      config.max_num_mixed_prefill_tokens = 10;
+      Harness harness(config);
+      harness.depth = depth;
+      const RequestKey talking = harness.submit(0, ids(900, 20), 12);
+      harness.run_until([&] { return harness.known(talking).generated.size() == 1; });
+      // It goes where nobody runs, and is longer than a step.
+      std::int64_t left = 250;
+      const RequestKey late = harness.submit(1, ids(5000, left), 1);
+      int num_mixed = 0;
+      int num_alone = 0;
+      while (left > 0) {
+        const StepTokens tokens = tokens_of(harness.step());
+        const std::int64_t allowed = tokens.num_decode > 0 ? 10 : 64;
+        EXPECT(tokens.num_prompt == std::min(allowed, left), depth, num_partitions, tokens.num_decode,
+               tokens.num_prompt);
+        left -= tokens.num_prompt;
+        ++(tokens.num_decode > 0 ? num_mixed : num_alone);
+      }
+      EXPECT(num_mixed >= 9 && num_alone >= 2, num_mixed, num_alone);
+      EXPECT(harness.known(late).seat / config.max_num_seqs == num_partitions - 1, harness.known(late).seat);
+      harness.run();
+      harness.expect_idle();
+    }
+  }
+}
+
+// What is bounded is the prompts' tokens, not those of the step: more decodes than that leave them as many.
+void trap_16_no_number_of_decodes_stalls_a_prompt() {
+  for (const std::size_t depth : {0U, 1U}) {
+    Config config = config_of({full(16, 600)});
+    config.max_num_mixed_prefill_tokens = 3;
+    Harness harness(config);
+    harness.depth = depth;
+    for (std::int32_t index = 0; index < 7; ++index) {
+      (void)harness.submit(index, ids(100 * index, 9), 100);
+    }
+    harness.run_until([&] { return harness.known({.index = 6, .generation = 0}).generated.size() == 1; });
+    const RequestKey late = harness.submit(7, ids(5000, 30), 1);
+    for (int round = 0; round < 10; ++round) {
+      const StepTokens tokens = tokens_of(harness.step());
+      EXPECT(tokens.num_decode == 7 && tokens.num_prompt == 3, round, tokens.num_decode, tokens.num_prompt);
+    }
+    harness.run();
+    EXPECT(harness.known(late).generated.size() == 1);
+    harness.expect_idle();
+  }
+}
+
 void trap_16_arrival_order_holds_whatever_the_ids() {
   Config config = config_of({full(16, 8)});
   config.max_num_seqs = 2;
@@ -335,6 +403,9 @@ constexpr std::array kTests{
          .run = trap_15_preempted_and_readmitted_in_mid_chunk_without_livelock},
     Test{.name = "trap_16_every_decode_gets_on_whatever_comes_beside_it",
          .run = trap_16_every_decode_gets_on_whatever_comes_beside_it},
+    Test{.name = "trap_16_a_step_that_decodes_has_few_prompt_tokens",
+         .run = trap_16_a_step_that_decodes_has_few_prompt_tokens},
+    Test{.name = "trap_16_no_number_of_decodes_stalls_a_prompt", .run = trap_16_no_number_of_decodes_stalls_a_prompt},
     Test{.name = "trap_16_arrival_order_holds_whatever_the_ids", .run = trap_16_arrival_order_holds_whatever_the_ids},
     Test{.name = "trap_21_pages_cover_what_drafts_of_all_steps_in_flight_may_write",
          .run = trap_21_pages_cover_what_drafts_of_all_steps_in_flight_may_write},

@@ -99,6 +99,13 @@ MODEL_FLAGS = (
         "TOKENS",
     ),
     Flag(
+        ("--max-num-mixed-prefill-tokens",),
+        SchedulerConfig,
+        "max_num_mixed_prefill_tokens",
+        "prompt tokens of a step that also decodes (by device)",
+        "TOKENS",
+    ),
+    Flag(
         ("--max-num-waiting", "--max-queued-requests"),
         SchedulerConfig,
         "max_num_waiting",

@@ -14,6 +14,7 @@ class Scheduler:
         num_partitions: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_mixed_prefill_tokens: int | None,
         max_model_len: int,
         ageing_steps: int,
         prefix_caching: bool,

@@ -60,11 +60,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a step. max_num_batched_tokens: None takes 8192 on a GPU, and on a CPU what it computes in a quarter of
-    a second, so that a long prompt holds up neither other streams nor a cancellation. overlap_depth: steps planned
-    ahead of the last result, 0 or 1. ageing_steps: waiting this many steps lifts a request by one priority class."""
+    a second, so that a long prompt holds up neither other streams nor a cancellation. max_num_mixed_prefill_tokens: of
+    these, those of prompts in a step that also decodes, however many decode; None takes on a GPU what is replayed as
+    one graph with a token for each of max_num_seqs, and on a CPU all. overlap_depth: steps planned ahead of the last
+    result, 0 or 1. ageing_steps: waiting this many steps lifts a request by one priority class."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    max_num_mixed_prefill_tokens: int | None = None
     max_num_waiting: int = 1024
     overlap_depth: int = 1
     ageing_steps: int = 256
@@ -130,6 +133,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"--max-num-batched-tokens {scheduler.max_num_batched_tokens} is below --max-num-seqs "
                 f"{scheduler.max_num_seqs}: each running request needs one token a step",
             )
+        mixed = scheduler.max_num_mixed_prefill_tokens
+        _require(mixed is None or mixed >= 1, f"--max-num-mixed-prefill-tokens {mixed}: give at least 1")
         _require(scheduler.max_num_waiting >= 0, f"--max-num-waiting {scheduler.max_num_waiting}: give 0 or more")
         _require(scheduler.ageing_steps >= 1, f"--ageing-steps {scheduler.ageing_steps}: give at least 1")
         _require(scheduler.overlap_depth in (0, 1), f"--overlap-depth {scheduler.overlap_depth}: use 0 or 1")

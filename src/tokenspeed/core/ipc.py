@@ -106,7 +106,7 @@ class KernelBinding(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent once when the engine can serve."""
+    """Sent once when the engine can serve. max_num_mixed_prefill_tokens: of prompts, in a step that also decodes."""
 
     model_type: str
     num_parameters: int
@@ -119,6 +119,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_prefill_tokens: int
     vocab_size: int
     load_s: float
     num_host_blocks: int = 0

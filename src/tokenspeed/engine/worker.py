@@ -167,6 +167,13 @@ def _share_of_machine(config: EngineConfig, num_local_ranks: int) -> EngineConfi
     return share_of_machine(config, num_local_ranks, num_cores, on_cpu)
 
 
+def _mixed_prefill_tokens(config: EngineConfig, info: RunnerInfo) -> int:
+    from tokenspeed.execution import placement
+
+    device = placement.resolve_device(config.device)
+    return placement.mixed_prefill_tokens(config.scheduler, device, info.max_num_batched_tokens)
+
+
 def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:
     from tokenspeed.control import ControlPlane
 
@@ -174,6 +181,7 @@ def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:
         groups=info.groups,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
+        max_num_mixed_prefill_tokens=_mixed_prefill_tokens(config, info),
         max_model_len=info.max_model_len,
         ageing_steps=config.scheduler.ageing_steps,
         prefix_caching=config.cache.prefix_caching,
@@ -197,6 +205,7 @@ def _describe(config: EngineConfig, info: RunnerInfo, load_s: float) -> EngineIn
         max_model_len=info.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
+        max_num_mixed_prefill_tokens=_mixed_prefill_tokens(config, info),
         vocab_size=info.vocab_size,
         load_s=load_s,
         kernels=tuple(info.kernels),

@@ -28,6 +28,8 @@ _FP8_CAPABILITY = (8, 9)
 STEP_S = 0.25
 STEP_TOKENS_MAX = 2048
 GPU_STEP_TOKENS = 8192
+GPU_MIXED_STEP_TOKENS = 2048
+"""The largest step that is prepared, see cuda_graph."""
 _BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 64
 _MEMORY_FRACTION, _GPU_MEMORY_FRACTION = 0.5, 0.9
 
@@ -180,6 +182,18 @@ def step_tokens(scheduler: SchedulerConfig, device: torch.device, token_s: float
     if not token_s:
         return max(STEP_TOKENS_MAX, scheduler.max_num_seqs)
     return max(scheduler.max_num_seqs, min(STEP_TOKENS_MAX, int(STEP_S / token_s)))
+
+
+def mixed_prefill_tokens(scheduler: SchedulerConfig, device: torch.device, num_step_tokens: int) -> int:
+    """Prompt tokens of a step that also decodes, of at most num_step_tokens: as configured; else on a GPU what makes a
+    prepared step with a token for each seat, but half of one at least, and on a CPU, where the time of a step is
+    bounded already, all."""
+    if scheduler.max_num_mixed_prefill_tokens is not None:
+        return min(scheduler.max_num_mixed_prefill_tokens, num_step_tokens)
+    if device.type == "cpu":
+        return num_step_tokens
+    beside_decodes = GPU_MIXED_STEP_TOKENS - scheduler.max_num_seqs
+    return min(max(beside_decodes, GPU_MIXED_STEP_TOKENS // 2), num_step_tokens)
 
 
 def block_size(cache: CacheConfig, device: torch.device) -> int:

@@ -67,7 +67,16 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         size(text)
 
 
-@pytest.mark.parametrize("flag", ["--max-model-len", "--kv-tokens", "--host-kv-tokens", "--max-num-batched-tokens"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--max-model-len",
+        "--kv-tokens",
+        "--host-kv-tokens",
+        "--max-num-batched-tokens",
+        "--max-num-mixed-prefill-tokens",
+    ],
+)
 def test_sizes_in_tokens_are_read_so(flag: str) -> None:
     options = vars(cli._parser().parse_args(["serve", flag, "8K"]))
     assert 8192 in options.values()

@@ -55,6 +55,37 @@ def test_decode_rows_come_first_and_keep_their_tokens_of_the_budget(new_driver):
         assert [len(driver.sequences[key].generated) for key in talking] == [count + 1 for count in before]
 
 
+@pytest.mark.parametrize(("bound", "beside_decodes"), [(None, 29), (10, 10), (1, 1), (29, 29), (4096, 29)])
+def test_a_step_that_decodes_has_no_more_prompt_tokens_than_it_may(new_driver, depth, after, bound, beside_decodes):
+    driver = new_driver(depth, max_num_batched_tokens=32, max_num_mixed_prefill_tokens=bound)
+    talking = [driver.submit(index, [7 + index] * 4, 12) for index in range(3)]
+    while not all(driver.sequences[key].generated for key in talking):
+        driver.step()
+    late = driver.submit(3, range(1000, 1300), 4)
+    started = len(driver.plans)
+    driver.run()
+    mixed, alone = [], []
+    for rows in driver.plans[started:]:
+        prompt = [row[RowField.QUERY_LEN] for row in rows if row[RowField.KIND] != RowKind.DECODE]
+        decodes = len(prompt) < len(rows)
+        if prompt and not any(row[RowField.KIND] == RowKind.PREFILL_LAST for row in rows):
+            (mixed if decodes else alone).append(sum(prompt))
+    assert mixed and set(mixed) == {beside_decodes}
+    assert set(alone) <= {32}
+    assert alone or bound not in (1, 10), "the whole step for prompts once nobody decodes"
+    assert driver.sequences[late].generated == after(list(range(1000, 1300)), 4)
+
+
+def test_prompts_share_what_a_step_that_decodes_may_have_in_order(new_driver):
+    driver = new_driver(max_num_mixed_prefill_tokens=12)
+    driver.submit(0, range(9), 90)
+    driver.step()
+    for index in (1, 2, 3):
+        driver.submit(index, range(1000 * index, 1000 * index + 10), 1)
+    rows = [[row[3] for row in driver.step().rows.tolist()] for _ in range(3)]
+    assert rows == [[1, 10, 2], [1, 8, 4], [1, 6]]
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_ten_turns_compute_only_what_is_new_and_one_block(new_driver, depth, block_size):
     driver = new_driver(depth, block_size=block_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a step has: as told, by measured speed on a CPU, within limits."""
+"""How many tokens a step has, and of prompts where it decodes: as told, by measured speed on a CPU, within limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from tokenspeed.core.config import SchedulerConfig
-from tokenspeed.execution.placement import GPU_STEP_TOKENS, STEP_S, STEP_TOKENS_MAX, step_tokens
+from tokenspeed.execution import cuda_graph
+from tokenspeed.execution.placement import (
+    GPU_MIXED_STEP_TOKENS,
+    GPU_STEP_TOKENS,
+    STEP_S,
+    STEP_TOKENS_MAX,
+    mixed_prefill_tokens,
+    step_tokens,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -28,3 +36,28 @@ def test_tokens_of_a_step(
     scheduler: SchedulerConfig, device: torch.device, token_s: float | None, expected: int
 ) -> None:
     assert step_tokens(scheduler, device, token_s) == expected
+
+
+def test_the_largest_mixed_step_of_a_gpu_is_prepared() -> None:
+    assert GPU_MIXED_STEP_TOKENS == cuda_graph.TOKENS_MAX
+    for max_num_seqs in (1, 64, 1000):
+        mixed = mixed_prefill_tokens(SchedulerConfig(max_num_seqs=max_num_seqs), GPU, GPU_STEP_TOKENS)
+        assert mixed + max_num_seqs == max(size.tokens for size in cuda_graph.step_sizes(max_num_seqs, GPU_STEP_TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "device", "num_step_tokens", "expected"),
+    [
+        (SchedulerConfig(max_num_mixed_prefill_tokens=777), GPU, GPU_STEP_TOKENS, 777),
+        (SchedulerConfig(max_num_mixed_prefill_tokens=777), CPU, 512, 512),
+        (SchedulerConfig(max_num_seqs=64), GPU, GPU_STEP_TOKENS, GPU_MIXED_STEP_TOKENS - 64),
+        (SchedulerConfig(max_num_seqs=4096), GPU, GPU_STEP_TOKENS, GPU_MIXED_STEP_TOKENS // 2),
+        (SchedulerConfig(max_num_seqs=64), GPU, 500, 500),
+        (SchedulerConfig(max_num_seqs=64), CPU, STEP_TOKENS_MAX, STEP_TOKENS_MAX),
+        (SchedulerConfig(max_num_seqs=64), CPU, 100, 100),
+    ],
+)
+def test_prompt_tokens_of_a_step_that_decodes(
+    scheduler: SchedulerConfig, device: torch.device, num_step_tokens: int, expected: int
+) -> None:
+    assert mixed_prefill_tokens(scheduler, device, num_step_tokens) == expected

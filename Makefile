@@ -9,7 +9,7 @@ JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full gpu bench-gpu gpu-pack test-clients test-clients-all check format sim mutants bench bench-control bench-server docs docs-control clean
+.PHONY: help setup demo serve test test-full gpu bench-gpu gpu-pack test-clients test-clients-all check format sim mutants bench bench-control bench-cpu bench-server docs docs-control clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -85,6 +85,16 @@ bench-control: $(VENV)/.base ## what planning costs: 128 running requests of 32k
 	@{ cmake -S . -B build/bench -DCMAKE_BUILD_TYPE=Release -DTOKENSPEED_BENCH=ON && \
 	  cmake --build build/bench -j $(JOBS) --target control_bench; } >build/bench.log 2>&1 || { cat build/bench.log; exit 1; }
 	@$(BIN)/python bench/control_plane.py build/bench/csrc/control/control_bench $(ARGS)
+
+build/bench-cpu/.installed: bench/cpu/pins.txt bench/cpu/install_peer.py
+	@$(PYTHON) bench/cpu/install_peer.py build/bench-cpu
+
+build/bench-cpu/peaks: bench/cpu/peaks.cc
+	@mkdir -p build/bench-cpu
+	@$(CXX) -std=c++20 -O3 -march=native -pthread $< -o $@
+
+bench-cpu: $(VENV)/.base build/bench-cpu/.installed build/bench-cpu/peaks ## beside llama.cpp on the same files, in turn: ratios
+	@$(BIN)/python bench/cpu/compare.py $(ARGS)
 
 bench-server: $(VENV)/.base ## what the API process costs: 256 streams, a long prompt, IPC, and each stage
 	@$(BIN)/python bench/server.py $(ARGS)

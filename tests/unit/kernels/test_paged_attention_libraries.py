@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter attends short rows here")
 
 BLOCK, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 64
-ROWS = ((1, 50), (70, 101), (0, 0), (9, 40), (8, 8), (1, 0))
+ROWS = ((1, 50), (70, 101), (0, 0), (9, 48), (8, 8), (1, 0))
 """(query_len, seq_len): more than 8 queries are long here."""
 PADDING = 3
 SOLUTIONS = (flash_attn.SOLUTION, flashinfer.SOLUTION)
@@ -180,7 +180,7 @@ def test_flashinfer_is_given_a_plan_of_the_rows(fakes: dict[str, Any]) -> None:
     starts, page_starts, pages, last_lengths, *sizes = library.calls[0]
     assert starts.tolist() == keywords["query_start"].tolist()
     assert page_starts.tolist() == [0, 1, 8, 9, 12, 13, 14]
-    assert last_lengths.tolist() == [1, 5, 1, 8, 1, 1]
+    assert last_lengths.tolist() == [1, 5, 1, 16, 1, 1]
     tables = keywords["block_tables_RB"]
     assert pages.tolist() == [0, *tables[1, :7].tolist(), 0, *tables[3, :3].tolist(), 0, 0]
     assert {each.dtype for each in (starts, page_starts, pages, last_lengths)} == {torch.int32}

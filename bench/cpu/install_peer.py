@@ -16,6 +16,7 @@ from pathlib import Path
 
 EXIT_CODE = 3
 PINS = Path(__file__).with_name("pins.txt")
+LIBRARY_ONLY = PINS.with_name("library_only.cmake")
 _SOURCE = "llama-cpp-python"
 _NEEDED = (("cmake", "install CMake 3.24 or newer"), ("g++", "install gcc 12 or newer"))
 _TELLING = ("error", "fatal", "not found", "no matching")
@@ -45,7 +46,9 @@ def install(folder: Path, run: Run, which: Callable[[str], str | None] = shutil.
         "--requirement",
         str(PINS),
     ]
-    environment = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAVA_BUILD=OFF"}
+    settings = ["-DGGML_NATIVE=ON", "-DCMAKE_BUILD_TYPE=Release", "-DLLAVA_BUILD=OFF"]
+    settings += [f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={LIBRARY_ONLY}"]
+    environment = {"CMAKE_ARGS": " ".join(settings)}
     environment["CMAKE_BUILD_PARALLEL_LEVEL"] = str(len(os.sched_getaffinity(0)))
     if run(["nice", "-n", "10", str(python), "-m", "pip", *options], environment, log) != 0:
         return _failure("pip could not build it", log)

@@ -64,7 +64,7 @@ class Engine:
         self.weights_s = time.perf_counter() - began
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = num_seqs * context_len, num_seqs, False
-        params.n_batch, params.swa_full = _BATCH_LEN, False
+        params.n_batch, params.n_outputs_max, params.swa_full = _BATCH_LEN, num_seqs, False
         params.n_threads = params.n_threads_batch = num_threads
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         assert self._context, f"llama.cpp makes no context for {num_seqs} sequences of {context_len} tokens"

@@ -86,7 +86,7 @@ def test_a_failed_move_is_no_fault_and_a_fault_answers_its_moves(
         ).wait()
         assert not output.result.fault
         assert sorted(output.transfers) == [(1, False), (2, True)]
-        runner._forward.logits = explode
+        runner._logits = explode
         output = runner.launch(tools.make_plan(2, [(0, DECODE, 21, 1)], load=[(3, 0, 60, 10)]), []).wait()
         assert output.result.fault
         assert output.transfers == ((3, True),)

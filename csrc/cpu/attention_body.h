@@ -13,7 +13,7 @@ namespace tokenspeed::cpu {
 namespace {
 
 constexpr std::int64_t kTile = 32;
-constexpr std::int64_t kSpan = 512;
+constexpr std::int64_t kSpan = 256;
 constexpr std::int64_t kTokenBlock = 16;  // tokens of a row that share their tiles
 constexpr float kNoScore = -1e30F;
 

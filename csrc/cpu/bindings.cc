@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 
 #include "kernels.h"
+#include "large_pages.h"
 #include "step.h"
 #include "thread_pool.h"
 
@@ -44,6 +45,8 @@ void bind_linear(nb::module_& module) {
 }
 
 void bind_packed(nb::module_& module) {
+  module.def("prefer_large_pages",
+             [](std::uintptr_t start, Int size) { prefer_large_pages(at(start), static_cast<std::size_t>(size)); });
   module.def("packed_size", [](Int format, Int num_outputs, Int num_inputs) {
     return packed_size(PackedFormat(format), num_outputs, num_inputs);
   });

@@ -21,6 +21,8 @@ constexpr std::int64_t kPanelTiles = 2;       // tiles beside each other then
 constexpr std::int64_t kPanelRows = 128;      // rows that they serve
 constexpr std::int64_t kItemBytes = 1 << 16;  // of weight that few rows read at a time
 constexpr std::int64_t kPiecesMax = 8;
+constexpr std::int64_t kFetchAhead = 4096;  // bytes: the hardware stops at the end of a page
+constexpr std::int64_t kFetchLine = 64;
 
 // What 32 activations are multiplied by, and their sums: together, and of the first and the second 16.
 struct Scale {
@@ -263,6 +265,9 @@ struct PackedJob {
     for (std::int64_t tile = first_tile; tile < first_tile + num_tiles; ++tile) {
       Vec8 sums[kRows][1] = {};
       for (std::int64_t block = 0; block < num_blocks; ++block, source += F::kBytes) {
+        for (std::int64_t line = 0; line < F::kBytes; line += kFetchLine) {
+          __builtin_prefetch(source + kFetchAhead + line);
+        }
         for (int part = 0; part < kParts; ++part) {
           typename F::Of own;
           F::expand(source, part, own);

@@ -219,10 +219,8 @@ def _allocate_layer(group: CacheGroup, spec: KvSpec, ctx: BuildContext, number: 
 
 
 def _pages(group: CacheGroup, spec: KvSpec, ctx: BuildContext) -> torch.Tensor:
-    """(pages, block_size, heads, head_dim). On a GPU the tokens of a head lie together, a run that is read at once."""
+    """(pages, block_size, heads, head_dim), in which the tokens of a head lie together, a run that is read at once."""
     num_pages = group.num_blocks + 1
-    if torch.device(ctx.device).type == "cpu":
-        return _zeros((num_pages, group.block_size, spec.num_kv_heads, spec.head_dim), ctx)
     return _zeros((num_pages, spec.num_kv_heads, group.block_size, spec.head_dim), ctx).transpose(1, 2)
 
 

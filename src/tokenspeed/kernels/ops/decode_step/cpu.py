@@ -89,6 +89,8 @@ class _Step:
         self._vocab_size, self._num_groups = model.head.shape[0], 1 + max(layer.group for layer in model.layers)
         self._layers = np.array([_layer_record(layer) for layer in model.layers], dtype=_LAYER)
         self._described = np.array(_model_record(model, self._layers), dtype=_MODEL)
+        for pages in (pages for layer in model.layers for pages in (layer.k_pages, layer.v_pages)):
+            module.prefer_large_pages(pages.data_ptr(), pages.nbytes)
 
     def __call__(self, batch: DecodeBatch) -> torch.Tensor:
         num_rows, tables = len(batch.token_ids_R), batch.block_tables

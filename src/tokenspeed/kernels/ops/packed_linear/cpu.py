@@ -16,14 +16,32 @@ _CODES |= {"q4_k": 8, "q5_k": 9, "q6_k": 10}
 """PackedFormat of csrc/cpu/packed_layout.h."""
 
 
+class _Memory:
+    """Where the matrices of a model lie one behind another: in large pages where the machine gives them."""
+
+    _CHUNK_BYTES, _ALIGNMENT = 64 << 20, 64
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """(num_bytes,) uint8."""
+        padded = -(-num_bytes // self._ALIGNMENT) * self._ALIGNMENT
+        if padded > len(self._rest):
+            self._rest = torch.empty(max(padded, self._CHUNK_BYTES), dtype=torch.uint8)
+            require_cpu_module().prefer_large_pages(self._rest.data_ptr(), len(self._rest))
+        taken, self._rest = self._rest[:num_bytes], self._rest[padded:]
+        return taken
+
+
 class _Packed:
-    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype) -> None:
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, memory: _Memory) -> None:
         assert 1 <= len(pieces) <= PIECES_MAX, f"{len(pieces)} pieces"
         self.num_inputs = pieces[0].num_inputs
         assert all(piece.num_inputs == self.num_inputs for piece in pieces), [piece.num_inputs for piece in pieces]
         self.num_outputs = sum(piece.num_outputs for piece in pieces)
         module = require_cpu_module()
-        self._data = [_pack(piece) for piece in pieces]
+        self._data = [_pack(piece, memory) for piece in pieces]
         self.num_bytes = sum(len(data) for data in self._data)
         formats = [_CODES[piece.format] for piece in pieces]
         described = zip(self._data, pieces, formats, strict=True)
@@ -73,18 +91,19 @@ class _Packed:
         return out_TD
 
 
-def _pack(piece: Piece) -> torch.Tensor:
+def _pack(piece: Piece, memory: _Memory) -> torch.Tensor:
     module, code = require_cpu_module(), _CODES[piece.format]
     blocks_NB = piece.blocks_NB
     assert blocks_NB.stride(1) == 1, blocks_NB.stride()
     assert blocks_NB.shape[1] == piece.num_inputs // FORMATS[piece.format][0] * FORMATS[piece.format][1]
-    data = torch.empty(module.packed_size(code, piece.num_outputs, piece.num_inputs), dtype=torch.uint8)
+    data = memory.take(module.packed_size(code, piece.num_outputs, piece.num_inputs))
     module.pack(blocks_NB.data_ptr(), data.data_ptr(), piece.num_outputs, piece.num_inputs, blocks_NB.stride(0), code)
     return data
 
 
 def build(ctx: KernelContext) -> PackedLinear:
-    return lambda pieces: _Packed(pieces, ctx.dtype)
+    memory = _Memory()
+    return lambda pieces: _Packed(pieces, ctx.dtype, memory)
 
 
 SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, weight_layout="tiles of 8 rows")

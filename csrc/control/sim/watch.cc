@@ -258,9 +258,18 @@ void Watch::check_progress(const Snapshot& before, const StepPlan* plan, const S
     require(!was(after, key, "Decoding") || has_row.contains(key), "request", key,
             "decodes, has its pages, and got no row");
   }
-  // However many decode.
+  // However many decode. One that gave way in this very plan may have been seated again, behind others.
+  const auto is_seated_anew = [&](const RequestKey& key) {
+    for (std::size_t index = 0; plan != nullptr && index < plan->seated.num_rows(); ++index) {
+      const auto row = plan->seated.row(index);
+      if (key == RequestKey{.index = row[1], .generation = row[2]}) {
+        return true;
+      }
+    }
+    return false;
+  };
   for (const RequestKey& key : before.must_prefill) {
-    require(!is_running(after, key) || has_row.contains(key), "request", key,
+    require(!is_running(after, key) || has_row.contains(key) || is_seated_anew(key), "request", key,
             "is the first of the prompts, has its pages, and got no row");
   }
   for (const auto& [key, state] : after.states) {

@@ -48,6 +48,8 @@ ROOT = HERE.parents[1]
 BUILT = ROOT / "build" / "bench-cpu"
 _ROOM = 256
 """Tokens of a sequence beyond the longest prompt: what is decoded, and a few."""
+_PAGE_LEN = 64
+"""No engine has longer pages by default."""
 _PAUSE_S = 0.05
 """Before each turn, so that threads of the other engine have gone to sleep."""
 
@@ -92,13 +94,12 @@ class Bench:
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Loading first, then batch size by batch size, with engines that have room for no more."""
-        room = max(cell.length for cell in cells) + _ROOM
         if not self._options.no_load:
-            self.load = self._measure_load(room)
+            self.load = self._measure_load(room_of(cells))
             print(f"{self._model}: load {_shown_load(self.load)}", flush=True)
         for batch in sorted({cell.batch for cell in cells}):
             own = [cell for cell in cells if cell.batch == batch]
-            with self._started(batch, max(cell.length for cell in own) + _ROOM) as workers:
+            with self._started(batch, room_of(own)) as workers:
                 for cell in own:
                     self._measure(cell, workers)
                 memory = {side: worker.ask({"do": "memory"}) for side, worker in workers.items()}
@@ -171,6 +172,12 @@ class Bench:
         ratio = (ours["weights_s"] + ours["tokenizer_s"]) / peer["weights_s"]
         best = min(each["weights_s"] + each["tokenizer_s"] for each in times["ours"])
         return {"ours": ours, "peer": peer, "ratio": ratio, "ours_best_s": best, "num_pairs": self._options.pairs}
+
+
+def room_of(cells: Sequence[Cell]) -> int:
+    """Tokens that each sequence may have: whole pages."""
+    room = max(cell.length for cell in cells) + _ROOM
+    return -(-room // _PAGE_LEN) * _PAGE_LEN
 
 
 def _medians(every: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -168,6 +168,11 @@ def test_a_context_is_prepared_once_by_both_and_decoded_after_in_every_pair(benc
     assert bench.summaries["decode_16_at_50"].ratio == pytest.approx(2.0)
 
 
+def test_sequences_have_room_in_whole_pages(compare: ModuleType) -> None:
+    assert compare.room_of([Cell(1, 128, 1)]) == 320
+    assert compare.room_of([Cell(512, 0, 8), Cell(1, 128, 8)]) == 768
+
+
 def test_an_engine_that_fails_ends_it_with_one_line(
     compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,7 @@ def supports(ctx: KernelContext, distribution: str, version: str, extra: str) ->
     if not isinstance(support, Ok):
         return support
     if torch.cuda.get_device_capability(ctx.device)[0] != 9:
-        return Reason("is checked on compute capability 9 only")
+        return Reason("is set up for compute capability 9 only")
     if ctx.dtype not in (torch.bfloat16, torch.float16):
         return Reason(f"{ctx.dtype} is not bfloat16 or float16")
     try:

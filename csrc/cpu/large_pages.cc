@@ -11,13 +11,12 @@ namespace tokenspeed::cpu {
 
 void prefer_large_pages([[maybe_unused]] void* start, [[maybe_unused]] std::size_t size) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr std::uintptr_t kSmallPage = 4096;
-  const auto address = reinterpret_cast<std::uintptr_t>(start);
-  const std::uintptr_t first = (address + kSmallPage - 1) / kSmallPage * kSmallPage;
-  const std::uintptr_t last = (address + size) / kSmallPage * kSmallPage;
-  if (last > first) {
+  constexpr std::size_t kSmallPage = 4096;
+  const std::size_t before = (kSmallPage - reinterpret_cast<std::uintptr_t>(start) % kSmallPage) % kSmallPage;
+  if (size > before) {
     // Where it fails, small pages serve.
-    static_cast<void>(madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE));
+    static_cast<void>(
+        madvise(static_cast<std::byte*>(start) + before, (size - before) / kSmallPage * kSmallPage, MADV_HUGEPAGE));
   }
 #endif
 }

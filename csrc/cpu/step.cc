@@ -2,10 +2,13 @@
 #include "step.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <numeric>
+#include <tuple>
 
 #include "thread_pool.h"
 
@@ -31,28 +34,6 @@ void scale(std::uint16_t* x, std::int64_t size, float factor) {
   }
 }
 
-// Memory of a step, cut from one piece.
-class Arena {
- public:
-  explicit Arena(std::byte* memory) : memory_(memory) {}
-
-  static constexpr std::int64_t kAlignment = 64;
-  static std::int64_t padded(std::int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-  template <typename T>
-  T* take(std::int64_t bytes) {
-    auto* taken = reinterpret_cast<T*>(memory_ == nullptr ? nullptr : memory_ + used_);
-    used_ += padded(bytes);
-    return taken;
-  }
-
-  [[nodiscard]] std::int64_t used() const { return used_; }
-
- private:
-  std::byte* memory_;
-  std::int64_t used_ = 0;
-};
-
 // What passes between two kernels, in the model's dtype; rows first.
 struct Buffers {
   void* stream;    // the residual stream
@@ -65,26 +46,51 @@ struct Buffers {
   void* gated;
   std::int64_t* slots;        // of each group and row
   std::int32_t* query_start;  // 0, 1, ...
-
-  Buffers(Arena& arena, const StepModel& model, const StepBatch& batch) {
-    const std::int64_t each = batch.num_rows * size_of(DType(model.dtype));
-    const std::int64_t num_heads = model.num_heads + 2 * model.num_kv_heads;
-    std::int64_t ff_size = 0;
-    for (std::int64_t index = 0; index < model.num_layers; ++index) {
-      ff_size = std::max(ff_size, model.layers[index].down.num_inputs);
-    }
-    stream = arena.take<void>(each * model.embed.num_inputs);
-    normed = arena.take<void>(each * model.embed.num_inputs);
-    branch = arena.take<void>(each * model.embed.num_inputs);
-    qkv = arena.take<void>(each * num_heads * model.head_dim);
-    heads = arena.take<void>(each * num_heads * model.head_dim);
-    attended = arena.take<void>(each * model.num_heads * model.head_dim);
-    gate_up = arena.take<void>(each * 2 * ff_size);
-    gated = arena.take<void>(each * ff_size);
-    slots = arena.take<std::int64_t>(batch.num_groups * batch.num_rows * 8);
-    query_start = arena.take<std::int32_t>((batch.num_rows + 1) * 4);
-  }
 };
+
+using Sizes = std::array<std::int64_t, 10>;  // bytes of each of the buffers, in their order
+
+Sizes sizes_of(const StepModel& model, const StepBatch& batch) {
+  const std::int64_t each = batch.num_rows * size_of(DType(model.dtype));
+  const std::int64_t stream = each * model.embed.num_inputs;
+  const std::int64_t all_heads = each * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+  std::int64_t ff_size = 0;
+  for (std::int64_t index = 0; index < model.num_layers; ++index) {
+    ff_size = std::max(ff_size, model.layers[index].down.num_inputs);
+  }
+  Sizes sizes{stream,
+              stream,
+              stream,
+              all_heads,
+              all_heads,
+              each * model.num_heads * model.head_dim,
+              each * 2 * ff_size,
+              each * ff_size,
+              8 * batch.num_groups * batch.num_rows,
+              4 * (batch.num_rows + 1)};
+  constexpr std::int64_t kAlignment = 64;
+  for (std::int64_t& size : sizes) {
+    size = (size + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  return sizes;
+}
+
+Buffers cut(std::byte* memory, const Sizes& sizes) {
+  std::array<std::byte*, std::tuple_size_v<Sizes>> parts{};
+  for (std::size_t index = 0; index < parts.size(); memory += sizes[index], ++index) {
+    parts[index] = memory;
+  }
+  return {parts[0],
+          parts[1],
+          parts[2],
+          parts[3],
+          parts[4],
+          parts[5],
+          parts[6],
+          parts[7],
+          reinterpret_cast<std::int64_t*>(parts[8]),
+          reinterpret_cast<std::int32_t*>(parts[9])};
+}
 
 class Step {
  public:
@@ -270,10 +276,10 @@ void decode_step(const Kernels& set, const StepModel& model, const StepBatch& ba
   if (batch.num_rows == 0) {
     return;
   }
-  Arena sizes(nullptr);
-  const Buffers counted(sizes, model, batch);
-  Arena arena(reinterpret_cast<std::byte*>(scratch(kStepSlot, static_cast<std::size_t>(sizes.used()) / sizeof(float))));
-  const Buffers buffers(arena, model, batch);
+  const Sizes sizes = sizes_of(model, batch);
+  const auto num_bytes = static_cast<std::size_t>(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}));
+  auto* memory = reinterpret_cast<std::byte*>(scratch(kStepSlot, num_bytes / sizeof(float)));
+  const Buffers buffers = cut(memory, sizes);
   Step(set, model, batch, buffers).run();
 }
 

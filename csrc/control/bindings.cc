@@ -176,8 +176,9 @@ using GroupTuple = std::tuple<std::int32_t, std::int64_t, std::int64_t, std::int
 
 void construct(Scheduler* self, const std::vector<GroupTuple>& groups, std::int32_t num_partitions,
                std::int32_t max_num_seqs, std::int64_t max_num_batched_tokens,
-               std::optional<std::int64_t> max_num_mixed_prefill_tokens, std::int64_t max_model_len,
-               std::int64_t ageing_steps, bool prefix_caching, std::int32_t host_store, bool kv_events) {
+               std::optional<std::int64_t> max_num_mixed_prefill_tokens, std::optional<std::int64_t> mixed_step_unit,
+               std::int64_t max_model_len, std::int64_t ageing_steps, bool prefix_caching, std::int32_t host_store,
+               bool kv_events) {
   Config config;
   for (const auto& [kind, block_size, num_blocks, num_host_blocks, window] : groups) {
     config.groups.push_back(GroupSpec{.kind = static_cast<GroupKind>(kind),
@@ -190,6 +191,7 @@ void construct(Scheduler* self, const std::vector<GroupTuple>& groups, std::int3
   config.max_num_seqs = max_num_seqs;
   config.max_num_batched_tokens = max_num_batched_tokens;
   config.max_num_mixed_prefill_tokens = max_num_mixed_prefill_tokens;
+  config.mixed_step_unit = mixed_step_unit;
   config.max_model_len = max_model_len;
   config.ageing_steps = ageing_steps;
   config.prefix_caching = prefix_caching;
@@ -206,8 +208,8 @@ void bind(nb::module_& module) {
 
   nb::class_<Scheduler>(module, "Scheduler")
       .def("__init__", &construct, nb::kw_only(), "groups"_a, "num_partitions"_a, "max_num_seqs"_a,
-           "max_num_batched_tokens"_a, "max_num_mixed_prefill_tokens"_a.none(), "max_model_len"_a, "ageing_steps"_a,
-           "prefix_caching"_a, "host_store"_a, "kv_events"_a)
+           "max_num_batched_tokens"_a, "max_num_mixed_prefill_tokens"_a.none(), "mixed_step_unit"_a.none(),
+           "max_model_len"_a, "ageing_steps"_a, "prefix_caching"_a, "host_store"_a, "kv_events"_a)
       .def("submit", &submit, "index"_a, "generation"_a, "token_ids"_a.noconvert(), "max_new_tokens"_a,
            "min_new_tokens"_a, "end_token_ids"_a, "priority"_a, "namespace"_a, "match_limit"_a.none(), "adapter"_a,
            "spans"_a, "retain"_a.none(), "deadline_ms"_a.none(), "draft_width"_a, "partition_hint"_a.none())

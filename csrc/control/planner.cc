@@ -13,6 +13,8 @@ namespace tokenspeed::control {
 namespace {
 
 constexpr Tokens kOneToken{1};
+// Of the queue, that its length is guessed by.
+constexpr std::size_t kMostSeen = 64;
 
 std::int32_t narrow(std::int64_t value) { return static_cast<std::int32_t>(value); }
 
@@ -142,7 +144,7 @@ void Scheduler::add_decode_row(StepPlan& plan, Slot slot, std::int32_t drafts) {
 // Prompt tokens that the step may have in a partition; so far its rows are decodes. Whoever decodes, in whatever
 // partition, waits for the whole step. What decodes take leaves a token for each prompt under way, and the bound is of
 // prompt tokens alone, so that no number of decodes stalls a prompt.
-Tokens Scheduler::prefill_budget(const StepPlan& plan, const Partition& partition) const {
+Tokens Scheduler::prefill_budget(const StepPlan& plan, const Partition& partition) {
   std::int64_t used = 0;
   const std::int32_t seats = config_.max_num_seqs;
   for (std::size_t index = 0; index < plan.rows.num_rows(); ++index) {
@@ -151,7 +153,33 @@ Tokens Scheduler::prefill_budget(const StepPlan& plan, const Partition& partitio
   }
   const std::int64_t left = config_.max_num_batched_tokens - used;
   const bool decodes = plan.rows.num_rows() > 0;
-  return Tokens(decodes ? std::min(left, config_.max_num_mixed_prefill_tokens.value_or(left)) : left);
+  const Tokens most(decodes ? std::min(left, config_.max_num_mixed_prefill_tokens.value_or(left)) : left);
+  if (!decodes || !config_.mixed_step_unit) {
+    return most;
+  }
+  const Tokens waits = backlog(partition, Tokens(most.value() * policy::kMixedSteps));
+  return std::min(most, policy::mixed_share(waits, Tokens(used), Tokens(*config_.mixed_step_unit)));
+}
+
+// Prompt tokens that are still to be computed in a partition, with its part of the queue, of which no more is looked at
+// than changes anything.
+Tokens Scheduler::backlog(const Partition& partition, Tokens enough) {
+  Tokens running(0);
+  for (const Slot slot : roster_of(partition).running) {
+    running += at(slot).is<Prefilling>() ? at(slot).len() - at(slot).planned_low() : Tokens(0);
+  }
+  Tokens queued(0);
+  const auto sum = [&] { return running + Tokens(queued.value() / config_.num_partitions); };
+  const std::size_t num_seen = std::min(waiting_.size(), kMostSeen);
+  for (std::size_t index = 0; index < num_seen && sum() < enough; ++index) {
+    Sequence& sequence = at(waiting_[waiting_.size() - 1 - index]);
+    Tokens warm(0);
+    for (const Partition& each : partitions_) {
+      warm = std::max(warm, boundary_in(each, sequence));
+    }
+    queued += sequence.len() - warm;
+  }
+  return sum();
 }
 
 // Pages for all tokens up to `end`; there must be room for them.

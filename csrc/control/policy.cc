@@ -69,6 +69,13 @@ Tokens prefill_chunk(Tokens start, Tokens len, Tokens budget, Tokens snapshot_un
   return end - start;
 }
 
+Tokens mixed_share(Tokens backlog, Tokens used, Tokens unit) {
+  TS_CHECK(unit >= Tokens(1), "unit", unit);
+  const std::int64_t share = (backlog.value() + kMixedSteps - 1) / kMixedSteps;
+  const std::int64_t least = used.value() + std::max({share, unit.value() / 2, std::int64_t{1}});
+  return Tokens((least + unit.value() - 1) / unit.value() * unit.value()) - used;
+}
+
 Blocks admission_reserve(std::size_t num_running) { return Blocks(static_cast<std::int64_t>(num_running)); }
 
 Blocks ready_reserve(Blocks total, Blocks host_total) {

@@ -64,6 +64,12 @@ namespace policy {
 // the one after a `start` between two are never passed over.
 [[nodiscard]] Tokens prefill_chunk(Tokens start, Tokens len, Tokens budget, Tokens snapshot_unit);
 
+// Prompt tokens of a step that decodes `used` others, of a backlog of so many: about a share of kMixedSteps, so that a
+// short prompt costs those who decode little, and a long queue goes in chunks that are computed well. And what is
+// missing to a whole number of units, in which there is half a unit at least.
+inline constexpr std::int64_t kMixedSteps = 16;
+[[nodiscard]] Tokens mixed_share(Tokens backlog, Tokens used, Tokens unit);
+
 // Blocks that admission leaves alone so that sequences which already run do not have to preempt the newcomer at once.
 [[nodiscard]] Blocks admission_reserve(std::size_t num_running);
 

@@ -52,6 +52,7 @@ Config checked(const Config& config) {
            config.max_num_batched_tokens, "is below max_num_seqs", config.max_num_seqs);
   check_in("max_num_batched_tokens", config.max_num_batched_tokens, 1, most);
   check_in("max_num_mixed_prefill_tokens", config.max_num_mixed_prefill_tokens.value_or(most), 1, most);
+  check_in("mixed_step_unit", config.mixed_step_unit.value_or(1), 1, most);
   check_in("max_model_len", config.max_model_len, 2, kMax);
   check_in("ageing_steps", config.ageing_steps, 1, kMax);
   check_in("host_store", static_cast<std::int64_t>(config.host_store), 0,

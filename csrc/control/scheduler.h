@@ -29,13 +29,15 @@ namespace tokenspeed::control {
 
 // groups: of each partition; pages 1 .. num_blocks may be used, page 0 is the null page and comes on top. max_num_seqs
 // and max_num_batched_tokens: of each partition. max_num_mixed_prefill_tokens: prompt tokens of a partition in a step
-// in which any partition decodes; none: as many as the rest of max_num_batched_tokens.
+// in which any partition decodes; none: as many as the rest of max_num_batched_tokens. mixed_step_unit: of these, only
+// as many as the backlog asks for, so that such a step has whole units of tokens, see policy::mixed_share; none: all.
 struct Config {
   std::vector<GroupSpec> groups;
   std::int32_t num_partitions = 1;
   std::int32_t max_num_seqs = 0;
   std::int64_t max_num_batched_tokens = 0;
   std::optional<std::int64_t> max_num_mixed_prefill_tokens;
+  std::optional<std::int64_t> mixed_step_unit;
   std::int64_t max_model_len = 0;
   std::int64_t ageing_steps = 0;
   bool prefix_caching = true;
@@ -175,7 +177,8 @@ class Scheduler {
   void plan_decodes(StepPlan& plan, Partition& partition);
   [[nodiscard]] bool secure(Roster& roster, std::size_t position, Tokens end);
   void add_decode_row(StepPlan& plan, Slot slot, std::int32_t drafts);
-  [[nodiscard]] Tokens prefill_budget(const StepPlan& plan, const Partition& partition) const;
+  [[nodiscard]] Tokens prefill_budget(const StepPlan& plan, const Partition& partition);
+  [[nodiscard]] Tokens backlog(const Partition& partition, Tokens enough);
   void plan_prefills(StepPlan& plan, Partition& partition, Tokens& budget);
   [[nodiscard]] Tokens add_prefill_row(StepPlan& plan, Slot slot, Tokens budget);
   void add_pages(StepPlan& plan, Sequence& sequence, Tokens end);

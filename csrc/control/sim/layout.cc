@@ -121,6 +121,9 @@ Config random_config(Random& random, std::int64_t typical_len) {
     const std::int64_t most = random.chance(50) ? 4 : config.max_num_batched_tokens;
     config.max_num_mixed_prefill_tokens = random.between(1, most);
   }
+  if (random.chance(50)) {
+    config.mixed_step_unit = random.between(1, config.max_num_batched_tokens);
+  }
   return config;
 }
 

@@ -106,6 +106,19 @@ void reserves_grow_with_what_runs_and_stay_small() {
   EXPECT(policy::ready_reserve(Blocks(1600), Blocks(0)) == Blocks(0));
 }
 
+void what_waits_decides_how_much_a_step_that_decodes_takes() {
+  const auto share = [](std::int64_t backlog, std::int64_t used, std::int64_t unit) {
+    return policy::mixed_share(Tokens(backlog), Tokens(used), Tokens(unit)).value();
+  };
+  EXPECT(share(1024, 16, 256) == 240);  // a whole unit with the decodes
+  EXPECT(share(16 * 240, 16, 256) == 240);
+  EXPECT(share(16 * 241, 16, 256) == 496);  // more waits: another unit
+  EXPECT(share(131'072, 16, 256) == 8432);
+  EXPECT(share(1, 128, 256) == 128 && share(1, 129, 256) == 383);  // half a unit at least, however many decode
+  EXPECT(share(0, 1, 1) == 1 && share(17, 1, 1) == 2);
+  EXPECT(throws([&] { (void)share(1, 1, 0); }));
+}
+
 constexpr std::array kTests{
     Test{.name = "the victim is never before the one in want", .run = the_victim_is_never_before_the_one_in_want},
     Test{.name = "the least urgent gives way before the cheapest",
@@ -115,6 +128,8 @@ constexpr std::array kTests{
     Test{.name = "a chunk ends where a state can be published", .run = a_chunk_ends_where_a_state_can_be_published},
     Test{.name = "chunks of any budget stop at the snapshots that count",
          .run = chunks_of_any_budget_stop_at_the_snapshots_that_count},
+    Test{.name = "what waits decides how much a step that decodes takes",
+         .run = what_waits_decides_how_much_a_step_that_decodes_takes},
     Test{.name = "the warmest place wins, then the emptiest, then the hint",
          .run = the_warmest_place_wins_then_the_emptiest_then_the_hint},
     Test{.name = "a hold goes by class, then deadline, then last use",

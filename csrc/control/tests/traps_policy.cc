@@ -210,6 +210,44 @@ void trap_16_no_number_of_decodes_stalls_a_prompt() {
   }
 }
 
+// A prompt alone goes in steps of one unit. With others behind it, seated or not, steps are larger; what the cache knows
+// of those does not wait, and neither partition takes what the other will.
+void trap_16_a_queue_makes_steps_that_decode_larger() {
+  for (const std::int32_t num_partitions : {1, 2}) {
+    Config config = config_of({full(16, 600)});
+    config.num_partitions = num_partitions;
+    config.mixed_step_unit = 16;
+    Harness harness(config);
+    const std::vector<std::int32_t> known = ids(9000, 400);
+    (void)harness.submit(0, known, 1);
+    harness.run();
+    for (std::int32_t index = 1; index <= num_partitions; ++index) {
+      const RequestKey talking = harness.submit(index, ids(900 * index, 20), 90);
+      harness.run_until([&] { return harness.known(talking).generated.size() == 1; });
+    }
+    std::int32_t index = 50;
+    const auto largest = [&](const std::vector<std::vector<std::int32_t>>& prompts) {
+      for (const std::vector<std::int32_t>& prompt : prompts) {
+        (void)harness.submit(index++, prompt, 1);
+      }
+      std::int64_t most = 0;
+      while (harness.finished().empty() || harness.finished().back().index != index - 1) {
+        const StepTokens tokens = tokens_of(harness.step());
+        EXPECT(tokens.num_decode == num_partitions, tokens.num_decode);
+        most = std::max(most, tokens.num_prompt);
+      }
+      return most;
+    };
+    EXPECT(largest({ids(5000, 150)}) == 15);
+    const std::int64_t warm = largest({ids(6000, 150), joined(known, ids(1, 60))});
+    EXPECT(warm == 15, num_partitions, warm);  // both go where the cache knows one of them
+    const std::int64_t both = largest({ids(7000, 150), ids(8000, 360)});
+    EXPECT(both == (num_partitions == 1 ? 47 : 2 * 31), num_partitions, both);
+    harness.run();
+    harness.expect_idle();
+  }
+}
+
 void trap_16_arrival_order_holds_whatever_the_ids() {
   Config config = config_of({full(16, 8)});
   config.max_num_seqs = 2;
@@ -406,6 +444,8 @@ constexpr std::array kTests{
     Test{.name = "trap_16_a_step_that_decodes_has_few_prompt_tokens",
          .run = trap_16_a_step_that_decodes_has_few_prompt_tokens},
     Test{.name = "trap_16_no_number_of_decodes_stalls_a_prompt", .run = trap_16_no_number_of_decodes_stalls_a_prompt},
+    Test{.name = "trap_16_a_queue_makes_steps_that_decode_larger",
+         .run = trap_16_a_queue_makes_steps_that_decode_larger},
     Test{.name = "trap_16_arrival_order_holds_whatever_the_ids", .run = trap_16_arrival_order_holds_whatever_the_ids},
     Test{.name = "trap_21_pages_cover_what_drafts_of_all_steps_in_flight_may_write",
          .run = trap_21_pages_cover_what_drafts_of_all_steps_in_flight_may_write},

@@ -42,9 +42,10 @@ class ControlPlane:
     groups: the cache groups of each partition, in the order of their numbers in a plan. max_num_seqs: seats of a
     partition; they are numbered from 0 over all partitions. max_num_batched_tokens: tokens that one step computes in a
     partition, not below max_num_seqs. max_num_mixed_prefill_tokens: how many of them may be of prompts where any row of
-    the step decodes, 1 or more; None leaves it at that. ageing_steps: waiting so many steps lifts a request past
-    newcomers of the next sooner priority class. num_partitions: ranks of data-parallel attention. kv_events: keep what
-    take_kv_events returns, which must then be called.
+    the step decodes, 1 or more; None leaves it at that. mixed_step_unit: of these only about a sixteenth of what waits,
+    and what is missing to steps of whole units of tokens; None: all. ageing_steps: waiting so many steps lifts a
+    request past newcomers of the next sooner priority class. num_partitions: ranks of data-parallel attention.
+    kv_events: keep what take_kv_events returns, which must then be called.
 
     Values out of range, and calls out of order, raise CheckError, which is an AssertionError and a RuntimeError: in
     apply() where they were queued, else at once. Arguments of another type raise TypeError at once: arrays that are not
@@ -62,6 +63,7 @@ class ControlPlane:
         max_num_batched_tokens: int,
         max_model_len: int,
         max_num_mixed_prefill_tokens: int | None = None,
+        mixed_step_unit: int | None = None,
         ageing_steps: int = 256,
         prefix_caching: bool = True,
         num_partitions: int = 1,
@@ -77,6 +79,7 @@ class ControlPlane:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_mixed_prefill_tokens=max_num_mixed_prefill_tokens,
+            mixed_step_unit=mixed_step_unit,
             max_model_len=max_model_len,
             ageing_steps=ageing_steps,
             prefix_caching=prefix_caching,

@@ -15,6 +15,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_num_mixed_prefill_tokens: int | None,
+        mixed_step_unit: int | None,
         max_model_len: int,
         ageing_steps: int,
         prefix_caching: bool,

@@ -174,6 +174,12 @@ def _mixed_prefill_tokens(config: EngineConfig, info: RunnerInfo) -> int:
     return placement.mixed_prefill_tokens(config.scheduler, device, info.max_num_batched_tokens)
 
 
+def _mixed_step_unit(config: EngineConfig) -> int | None:
+    from tokenspeed.execution import placement
+
+    return placement.mixed_step_unit(config.scheduler, placement.resolve_device(config.device))
+
+
 def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:
     from tokenspeed.control import ControlPlane
 
@@ -182,6 +188,7 @@ def _build_control(config: EngineConfig, info: RunnerInfo) -> ControlPlane:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_num_mixed_prefill_tokens=_mixed_prefill_tokens(config, info),
+        mixed_step_unit=_mixed_step_unit(config),
         max_model_len=info.max_model_len,
         ageing_steps=config.scheduler.ageing_steps,
         prefix_caching=config.cache.prefix_caching,

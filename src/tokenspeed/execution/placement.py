@@ -30,6 +30,8 @@ STEP_TOKENS_MAX = 2048
 GPU_STEP_TOKENS = 8192
 GPU_MIXED_STEP_TOKENS = 2048
 """The largest step that is prepared, see cuda_graph."""
+GPU_MIXED_STEP_UNIT = 256
+"""Tokens of a step that GPUs multiply well, and as many prompt tokens as cost a step that decodes little."""
 _BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 64
 _MEMORY_FRACTION, _GPU_MEMORY_FRACTION = 0.5, 0.9
 
@@ -194,6 +196,12 @@ def mixed_prefill_tokens(scheduler: SchedulerConfig, device: torch.device, num_s
         return num_step_tokens
     beside_decodes = GPU_MIXED_STEP_TOKENS - scheduler.max_num_seqs
     return min(max(beside_decodes, GPU_MIXED_STEP_TOKENS // 2), num_step_tokens)
+
+
+def mixed_step_unit(scheduler: SchedulerConfig, device: torch.device) -> int | None:
+    """Steps that also decode have whole units of tokens and no more prompt tokens than what waits asks for, see
+    control.ControlPlane; None where they have all that they may: on a CPU, and where the limit was given."""
+    return None if device.type == "cpu" or scheduler.max_num_mixed_prefill_tokens is not None else GPU_MIXED_STEP_UNIT
 
 
 def block_size(cache: CacheConfig, device: torch.device) -> int:

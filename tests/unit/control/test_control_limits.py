@@ -90,6 +90,8 @@ CONFIGURATIONS = {
     "max_num_mixed_prefill_tokens 0": {"max_num_mixed_prefill_tokens": 0},
     "max_num_mixed_prefill_tokens -1": {"max_num_mixed_prefill_tokens": -1},
     "max_num_mixed_prefill_tokens 92": {"max_num_mixed_prefill_tokens": LAST},
+    "mixed_step_unit 0": {"mixed_step_unit": 0},
+    "mixed_step_unit 92": {"mixed_step_unit": LAST},
     "max_model_len 1": {"max_model_len": 1},
     "max_model_len 9": {"max_model_len": LAST},
     "ageing_steps 0": {"ageing_steps": 0},

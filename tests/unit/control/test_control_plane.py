@@ -76,6 +76,18 @@ def test_a_step_that_decodes_has_no_more_prompt_tokens_than_it_may(new_driver, d
     assert driver.sequences[late].generated == after(list(range(1000, 1300)), 4)
 
 
+def test_what_waits_decides_how_much_of_it_a_step_that_decodes_takes(new_driver):
+    driver = new_driver(max_num_batched_tokens=64, max_num_mixed_prefill_tokens=50, mixed_step_unit=16)
+    driver.submit(0, range(9), 90)
+    driver.step()
+    driver.submit(1, range(1000, 1100), 1)
+    assert [row[3] for row in driver.step().rows.tolist()] == [1, 15]
+    for index in (2, 3, 4, 5):
+        driver.submit(index, range(1000 * index, 1000 * index + 190), 1)
+    rows = [[row[3] for row in driver.step().rows.tolist()] for _ in range(3)]
+    assert rows == [[1, 50], [1, 35, 15], [1, 47]], "at most what is allowed, and less again as the queue is worked off"
+
+
 def test_prompts_share_what_a_step_that_decodes_may_have_in_order(new_driver):
     driver = new_driver(max_num_mixed_prefill_tokens=12)
     driver.submit(0, range(9), 90)

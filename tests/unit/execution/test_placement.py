@@ -10,10 +10,12 @@ from tokenspeed.core.config import SchedulerConfig
 from tokenspeed.execution import cuda_graph
 from tokenspeed.execution.placement import (
     GPU_MIXED_STEP_TOKENS,
+    GPU_MIXED_STEP_UNIT,
     GPU_STEP_TOKENS,
     STEP_S,
     STEP_TOKENS_MAX,
     mixed_prefill_tokens,
+    mixed_step_unit,
     step_tokens,
 )
 
@@ -36,6 +38,14 @@ def test_tokens_of_a_step(
     scheduler: SchedulerConfig, device: torch.device, token_s: float | None, expected: int
 ) -> None:
     assert step_tokens(scheduler, device, token_s) == expected
+
+
+def test_steps_that_decode_have_whole_units_on_a_gpu_unless_their_prompt_tokens_are_given() -> None:
+    assert mixed_step_unit(SchedulerConfig(), GPU) == GPU_MIXED_STEP_UNIT
+    assert mixed_step_unit(SchedulerConfig(), CPU) is None
+    assert mixed_step_unit(SchedulerConfig(max_num_mixed_prefill_tokens=777), GPU) is None
+    sizes = {size.tokens for size in cuda_graph.step_sizes(64, GPU_STEP_TOKENS)}
+    assert set(range(GPU_MIXED_STEP_UNIT, cuda_graph.TOKENS_MAX + 1, GPU_MIXED_STEP_UNIT)) <= sizes
 
 
 def test_the_largest_mixed_step_of_a_gpu_is_prepared() -> None:

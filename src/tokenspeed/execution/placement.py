@@ -28,8 +28,8 @@ _FP8_CAPABILITY = (8, 9)
 STEP_S = 0.25
 STEP_TOKENS_MAX = 2048
 GPU_STEP_TOKENS = 8192
-GPU_MIXED_STEP_TOKENS = 2048
-"""The largest step that is prepared, see cuda_graph."""
+GPU_MIXED_STEP_TOKENS = 1024
+"""A size that is prepared, see cuda_graph; larger ones make prompts hardly faster, and decodes wait twice as long."""
 GPU_MIXED_STEP_UNIT = 256
 """Tokens of a step that GPUs multiply well, and as many prompt tokens as cost a step that decodes little."""
 _BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 64

@@ -14,7 +14,7 @@ namespace {
 
 constexpr Tokens kOneToken{1};
 // Of the queue, that its length is guessed by.
-constexpr std::size_t kMostSeen = 64;
+constexpr std::size_t kMostSeen = 32;
 
 std::int32_t narrow(std::int64_t value) { return static_cast<std::int32_t>(value); }
 
@@ -157,7 +157,7 @@ Tokens Scheduler::prefill_budget(const StepPlan& plan, const Partition& partitio
   if (!decodes || !config_.mixed_step_unit) {
     return most;
   }
-  const Tokens waits = backlog(partition, Tokens(most.value() * policy::kMixedSteps));
+  const Tokens waits = backlog(partition, Tokens(most.value() * policy::kMostMixedSteps));
   return std::min(most, policy::mixed_share(waits, Tokens(used), Tokens(*config_.mixed_step_unit)));
 }
 

@@ -13,6 +13,8 @@ namespace {
 
 // Of a pool, the share that is kept ready to go at once where a host tier can hold what is cached.
 constexpr std::int64_t kReadyShare = 16;
+// Steps that decode in which a backlog would be worked off, were it to stay as long as it is.
+constexpr std::int64_t kMixedSteps = 16;
 
 }  // namespace
 
@@ -71,7 +73,9 @@ Tokens prefill_chunk(Tokens start, Tokens len, Tokens budget, Tokens snapshot_un
 
 Tokens mixed_share(Tokens backlog, Tokens used, Tokens unit) {
   TS_CHECK(unit >= Tokens(1), "unit", unit);
-  const std::int64_t share = (backlog.value() + kMixedSteps - 1) / kMixedSteps;
+  const auto part = [&](std::int64_t steps) { return (backlog.value() + steps - 1) / steps; };
+  const std::int64_t share =
+      std::min(part(kMixedSteps), std::max(4 * unit.value() - used.value(), part(kMostMixedSteps)));
   const std::int64_t least = used.value() + std::max({share, unit.value() / 2, std::int64_t{1}});
   return Tokens((least + unit.value() - 1) / unit.value() * unit.value()) - used;
 }

@@ -64,10 +64,12 @@ namespace policy {
 // the one after a `start` between two are never passed over.
 [[nodiscard]] Tokens prefill_chunk(Tokens start, Tokens len, Tokens budget, Tokens snapshot_unit);
 
-// Prompt tokens of a step that decodes `used` others, of a backlog of so many: about a share of kMixedSteps, so that a
-// short prompt costs those who decode little, and a long queue goes in chunks that are computed well. And what is
-// missing to a whole number of units, in which there is half a unit at least.
-inline constexpr std::int64_t kMixedSteps = 16;
+// Prompt tokens of a step that decodes `used` others, of a backlog of so many: a share, so that a short prompt costs
+// those who decode little, and a long queue goes in chunks that are computed well; a smaller share beyond a step of
+// four units, so that it takes a very long queue to make everybody wait longer than that. And what is missing to a
+// whole number of units, in which there is half a unit at least. Of more than kMostMixedSteps times as much as there
+// may be it makes no difference how much it is.
+inline constexpr std::int64_t kMostMixedSteps = 64;
 [[nodiscard]] Tokens mixed_share(Tokens backlog, Tokens used, Tokens unit);
 
 // Blocks that admission leaves alone so that sequences which already run do not have to preempt the newcomer at once.

@@ -112,8 +112,10 @@ void what_waits_decides_how_much_a_step_that_decodes_takes() {
   };
   EXPECT(share(1024, 16, 256) == 240);  // a whole unit with the decodes
   EXPECT(share(16 * 240, 16, 256) == 240);
-  EXPECT(share(16 * 241, 16, 256) == 496);  // more waits: another unit
-  EXPECT(share(131'072, 16, 256) == 8432);
+  EXPECT(share(16 * 241, 16, 256) == 496);                                         // more waits: another unit
+  EXPECT(share(16 * 1008, 16, 256) == 1008 && share(64 * 1008, 16, 256) == 1008);  // four units of a longer queue too
+  EXPECT(share(64 * 1009, 16, 256) == 1264 && share(393'216, 16, 256) == 6384);    // but not of a very long one
+  EXPECT(share(500'000, 2000, 256) == 7984);
   EXPECT(share(1, 128, 256) == 128 && share(1, 129, 256) == 383);  // half a unit at least, however many decode
   EXPECT(share(0, 1, 1) == 1 && share(17, 1, 1) == 2);
   EXPECT(throws([&] { (void)share(1, 1, 0); }));

@@ -43,9 +43,9 @@ class ControlPlane:
     partition; they are numbered from 0 over all partitions. max_num_batched_tokens: tokens that one step computes in a
     partition, not below max_num_seqs. max_num_mixed_prefill_tokens: how many of them may be of prompts where any row of
     the step decodes, 1 or more; None leaves it at that. mixed_step_unit: of these only about a sixteenth of what waits,
-    and what is missing to steps of whole units of tokens; None: all. ageing_steps: waiting so many steps lifts a
-    request past newcomers of the next sooner priority class. num_partitions: ranks of data-parallel attention.
-    kv_events: keep what take_kv_events returns, which must then be called.
+    beyond four units a sixty-fourth, and what is missing to steps of whole units of tokens; None: all. ageing_steps:
+    waiting so many steps lifts a request past newcomers of the next sooner priority class. num_partitions: ranks of
+    data-parallel attention. kv_events: keep what take_kv_events returns, which must then be called.
 
     Values out of range, and calls out of order, raise CheckError, which is an AssertionError and a RuntimeError: in
     apply() where they were queued, else at once. Arguments of another type raise TypeError at once: arrays that are not

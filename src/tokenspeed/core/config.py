@@ -61,9 +61,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a step. max_num_batched_tokens: None takes 8192 on a GPU, and on a CPU what it computes in a quarter of
     a second, so that a long prompt holds up neither other streams nor a cancellation. max_num_mixed_prefill_tokens: of
-    these, those of prompts in a step that also decodes, however many decode; None takes on a GPU what is replayed as
-    one graph with a token for each of max_num_seqs, and on a CPU all. overlap_depth: steps planned ahead of the last
-    result, 0 or 1. ageing_steps: waiting this many steps lifts a request by one priority class."""
+    these, those of prompts in a step that also decodes, however many decode; None takes on a GPU what the queue asks
+    for, and on a CPU all. overlap_depth: steps planned ahead of the last result, 0 or 1. ageing_steps: waiting this
+    many steps lifts a request by one priority class."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None

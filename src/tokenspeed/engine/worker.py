@@ -170,8 +170,7 @@ def _share_of_machine(config: EngineConfig, num_local_ranks: int) -> EngineConfi
 def _mixed_prefill_tokens(config: EngineConfig, info: RunnerInfo) -> int:
     from tokenspeed.execution import placement
 
-    device = placement.resolve_device(config.device)
-    return placement.mixed_prefill_tokens(config.scheduler, device, info.max_num_batched_tokens)
+    return placement.mixed_prefill_tokens(config.scheduler, info.max_num_batched_tokens)
 
 
 def _mixed_step_unit(config: EngineConfig) -> int | None:

@@ -28,8 +28,6 @@ _FP8_CAPABILITY = (8, 9)
 STEP_S = 0.25
 STEP_TOKENS_MAX = 2048
 GPU_STEP_TOKENS = 8192
-GPU_MIXED_STEP_TOKENS = 1024
-"""A size that is prepared, see cuda_graph; larger ones make prompts hardly faster, and decodes wait twice as long."""
 GPU_MIXED_STEP_UNIT = 256
 """Tokens of a step that GPUs multiply well, and as many prompt tokens as cost a step that decodes little."""
 _BLOCK_SIZE, _GPU_BLOCK_SIZE = 16, 64
@@ -186,16 +184,9 @@ def step_tokens(scheduler: SchedulerConfig, device: torch.device, token_s: float
     return max(scheduler.max_num_seqs, min(STEP_TOKENS_MAX, int(STEP_S / token_s)))
 
 
-def mixed_prefill_tokens(scheduler: SchedulerConfig, device: torch.device, num_step_tokens: int) -> int:
-    """Prompt tokens of a step that also decodes, of at most num_step_tokens: as configured; else on a GPU what makes a
-    prepared step with a token for each seat, but half of one at least, and on a CPU, where the time of a step is
-    bounded already, all."""
-    if scheduler.max_num_mixed_prefill_tokens is not None:
-        return min(scheduler.max_num_mixed_prefill_tokens, num_step_tokens)
-    if device.type == "cpu":
-        return num_step_tokens
-    beside_decodes = GPU_MIXED_STEP_TOKENS - scheduler.max_num_seqs
-    return min(max(beside_decodes, GPU_MIXED_STEP_TOKENS // 2), num_step_tokens)
+def mixed_prefill_tokens(scheduler: SchedulerConfig, num_step_tokens: int) -> int:
+    """Prompt tokens of a step that also decodes, of at most num_step_tokens: as configured, else all."""
+    return min(scheduler.max_num_mixed_prefill_tokens or num_step_tokens, num_step_tokens)
 
 
 def mixed_step_unit(scheduler: SchedulerConfig, device: torch.device) -> int | None:

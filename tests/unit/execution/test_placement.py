@@ -9,7 +9,6 @@ import torch
 from tokenspeed.core.config import SchedulerConfig
 from tokenspeed.execution import cuda_graph
 from tokenspeed.execution.placement import (
-    GPU_MIXED_STEP_TOKENS,
     GPU_MIXED_STEP_UNIT,
     GPU_STEP_TOKENS,
     STEP_S,
@@ -48,26 +47,6 @@ def test_steps_that_decode_have_whole_units_on_a_gpu_unless_their_prompt_tokens_
     assert set(range(GPU_MIXED_STEP_UNIT, cuda_graph.TOKENS_MAX + 1, GPU_MIXED_STEP_UNIT)) <= sizes
 
 
-def test_the_largest_mixed_step_of_a_gpu_is_prepared() -> None:
-    for max_num_seqs in (1, 64, 512):
-        mixed = mixed_prefill_tokens(SchedulerConfig(max_num_seqs=max_num_seqs), GPU, GPU_STEP_TOKENS)
-        sizes = {size.tokens for size in cuda_graph.step_sizes(max_num_seqs, GPU_STEP_TOKENS)}
-        assert mixed + max_num_seqs == GPU_MIXED_STEP_TOKENS in sizes
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "device", "num_step_tokens", "expected"),
-    [
-        (SchedulerConfig(max_num_mixed_prefill_tokens=777), GPU, GPU_STEP_TOKENS, 777),
-        (SchedulerConfig(max_num_mixed_prefill_tokens=777), CPU, 512, 512),
-        (SchedulerConfig(max_num_seqs=64), GPU, GPU_STEP_TOKENS, GPU_MIXED_STEP_TOKENS - 64),
-        (SchedulerConfig(max_num_seqs=4096), GPU, GPU_STEP_TOKENS, GPU_MIXED_STEP_TOKENS // 2),
-        (SchedulerConfig(max_num_seqs=64), GPU, 500, 500),
-        (SchedulerConfig(max_num_seqs=64), CPU, STEP_TOKENS_MAX, STEP_TOKENS_MAX),
-        (SchedulerConfig(max_num_seqs=64), CPU, 100, 100),
-    ],
-)
-def test_prompt_tokens_of_a_step_that_decodes(
-    scheduler: SchedulerConfig, device: torch.device, num_step_tokens: int, expected: int
-) -> None:
-    assert mixed_prefill_tokens(scheduler, device, num_step_tokens) == expected
+@pytest.mark.parametrize(("given", "expected"), [(777, 777), (None, 8192), (9000, 8192)])
+def test_prompt_tokens_of_a_step_that_decodes(given: int | None, expected: int) -> None:
+    assert mixed_prefill_tokens(SchedulerConfig(max_num_mixed_prefill_tokens=given), GPU_STEP_TOKENS) == expected

@@ -29,6 +29,17 @@ from tokenspeed.kernels.registry import (
 )
 
 CPU = KernelContext("cpu", torch.float32)
+GRAPHED = (
+    "linear",
+    "logprobs",
+    "page_table_update",
+    "paged_attention",
+    "rms_norm",
+    "rotary_kv_write",
+    "sampling",
+    "silu_mul",
+)
+"""What the captured steps of a dense model are made of."""
 
 
 def solution(name: str, band: Band = Band.PLUGIN, support: Ok | Reason | None = None) -> Solution:
@@ -51,6 +62,18 @@ def test_every_op_has_a_reference_that_runs_anywhere() -> None:
     for op in op_names():
         [reference] = [each for each in solutions_of(op) if each.band is Band.REFERENCE]
         assert reference.supports(KernelContext("cuda", torch.float16)) == Ok()
+
+
+def test_every_op_but_latent_attention_can_be_held_to_rows_alone() -> None:
+    invariant, refused = dataclasses.replace(CPU, batch_invariant=True), set()
+    for op in op_names():
+        try:
+            bind(op, invariant)
+        except ConfigError:
+            refused.add(op)
+    assert refused == {"mla_attention"}
+    on_gpus = {op: [each for each in solutions_of(op) if each.batch_invariant and each.graph_safe] for op in GRAPHED}
+    assert all(on_gpus.values()), on_gpus
 
 
 def test_a_file_with_a_leading_underscore_is_no_solution() -> None:

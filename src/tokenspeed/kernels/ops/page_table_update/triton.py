@@ -37,4 +37,4 @@ def build(ctx: KernelContext) -> Kernel:
     return page_table_update
 
 
-SOLUTION = Solution("triton", Band.PERFORMANT, triton_on_cuda, build, graph_safe=True)
+SOLUTION = Solution("triton", Band.PERFORMANT, triton_on_cuda, build, graph_safe=True, batch_invariant=True)

@@ -77,8 +77,8 @@ void trace_config(std::ostream* out, const Layout& layout) {
   *out << "config: " << config.num_partitions << " partitions x " << config.max_num_seqs << " seats, "
        << config.max_num_batched_tokens << " tokens a step, "
        << config.max_num_mixed_prefill_tokens.value_or(config.max_num_batched_tokens)
-       << " of prompts where it decodes, in units of " << config.mixed_step_unit.value_or(0) << ", " << config.max_model_len << " at most, cache "
-       << (config.prefix_caching ? "on" : "off") << ", stores on "
+       << " of prompts where it decodes, in units of " << config.mixed_step_unit.value_or(0) << ", "
+       << config.max_model_len << " at most, cache " << (config.prefix_caching ? "on" : "off") << ", stores on "
        << (config.host_store == HostStore::kOnSeal ? "seal" : "pressure") << '\n';
   for (const GroupSpec& spec : config.groups) {
     const char* kind = spec.kind == GroupKind::kFull     ? "full"

@@ -210,8 +210,8 @@ void trap_16_no_number_of_decodes_stalls_a_prompt() {
   }
 }
 
-// A prompt alone goes in steps of one unit. With others behind it, seated or not, steps are larger; what the cache knows
-// of those does not wait, and neither partition takes what the other will.
+// A prompt alone goes in steps of one unit. With others behind it, seated or not, steps are larger; what the cache
+// knows of those does not wait, and neither partition takes what the other will.
 void trap_16_a_queue_makes_steps_that_decode_larger() {
   for (const std::int32_t num_partitions : {1, 2}) {
     Config config = config_of({full(16, 600)});

@@ -82,8 +82,9 @@ class AsyncLLM:
             raise TokenizerError(
                 f"{source.path}: no tokenizer found; put tokenizer.json beside the weights, or use a GGUF file with one"
             )
-        tokenizer = await asyncio.to_thread(Tokenizer.from_source, source.tokenizer)
-        client = await EngineClient.start(_launcher(config, engine), config, progress)
+        building = asyncio.create_task(asyncio.to_thread(Tokenizer.from_source, source.tokenizer))
+        starting = asyncio.create_task(EngineClient.start(_launcher(config, engine), config, progress))
+        tokenizer, client = await _side_by_side(building, starting)
         try:
             llm = cls(config, source, tokenizer, client)
             llm._launch = engine
@@ -286,6 +287,21 @@ def _launcher(config: EngineConfig, engine: EngineKind) -> Callable[[], Engine]:
     if engine == "thread" and config.parallel.num_ranks == 1:  # one that lost a rank has to be ended from outside
         return InProcessEngine
     return lambda: EngineProcess.spawn(config)
+
+
+async def _side_by_side(
+    building: asyncio.Task[Tokenizer], starting: asyncio.Task[EngineClient]
+) -> tuple[Tokenizer, EngineClient]:
+    """What both come to: either takes seconds. What goes wrong with one, or here, ends the other."""
+    try:
+        return await asyncio.gather(building, starting)
+    except BaseException:
+        building.cancel()
+        starting.cancel()
+        [client] = await asyncio.gather(starting, return_exceptions=True)
+        if isinstance(client, EngineClient):
+            await client.stop()
+        raise
 
 
 def _same_size(config: EngineConfig, info: EngineInfo) -> EngineConfig:

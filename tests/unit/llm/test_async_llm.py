@@ -7,11 +7,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -29,10 +30,12 @@ from tokenspeed.core.errors import (
 from tokenspeed.core.request import PRIORITY_ABS_MAX, FinishReason, Retention, SamplingParams
 from tokenspeed.engine.process import EngineProcess
 from tokenspeed.llm.async_llm import AsyncLLM
+from tokenspeed.llm.engine_client import EngineClient
 from tokenspeed.llm.input_processor import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from tokenspeed.llm.llm import joined
 from tokenspeed.llm.output_processor import RequestStream
 from tokenspeed.llm.outputs import RequestOutput
+from tokenspeed.llm.tokenizer import Tokenizer
 
 T = TypeVar("T")
 REPLIES = (
@@ -319,6 +322,36 @@ def test_starts_that_fail_leave_nothing_behind(folder: Path, tmp_path: Path) -> 
     (bare / "script.json").write_text('{"replies": []}')
     with pytest.raises(TokenizerError):
         start(config(bare))
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "when-the-engine-runs"])
+def test_a_tokenizer_that_cannot_be_built_ends_the_engine_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    engines: list[EngineProcess] = []
+    runs = threading.Event()
+    spawn, start = EngineProcess.spawn, EngineClient.start
+
+    def spawned(given: EngineConfig) -> EngineProcess:
+        engines.append(spawn(given))
+        return engines[-1]
+
+    async def started_client(*args: Any) -> EngineClient:
+        client = await start(*args)
+        runs.set()
+        return client
+
+    def broken(source: object) -> Tokenizer:
+        assert not is_late or runs.wait(60)
+        raise TokenizerError("no such word")
+
+    monkeypatch.setattr(EngineProcess, "spawn", spawned)
+    monkeypatch.setattr(EngineClient, "start", started_client)
+    monkeypatch.setattr(Tokenizer, "from_source", broken)
+    with pytest.raises(TokenizerError, match="no such word"):
+        asyncio.run(AsyncLLM.start(config(folder)))
+    assert len(engines) == 1 or not is_late
+    assert not any(engine.is_alive() for engine in engines)
 
 
 def test_an_engine_is_started_again_at_the_size_it_had(folder: Path) -> None:

@@ -95,12 +95,13 @@ def test_real_sizes_agree_with_the_reference_and_with_a_graph(
             assert torch.equal(ours, again)
 
 
+@pytest.mark.parametrize("num_outputs", [1000, 9000], ids=["in-parts", "whole"])
 @pytest.mark.parametrize("num_rows", [1, 17, 64, 65, 300])
-def test_rows_of_the_invariant_product_do_not_feel_each_other(num_rows: int) -> None:
+def test_rows_of_the_invariant_product_do_not_feel_each_other(num_rows: int, num_outputs: int) -> None:
     kernel = bind("linear", KernelContext("cuda", torch.bfloat16, {"linear": "triton_invariant"})).call
     torch.manual_seed(0)
     x_TD = torch.randn(2000, 4096, dtype=torch.bfloat16, device="cuda")
-    weight_ND = torch.randn(1000, 4096, dtype=torch.bfloat16, device="cuda")
+    weight_ND = torch.randn(num_outputs, 4096, dtype=torch.bfloat16, device="cuda")
     whole_TN = kernel(x_TD, weight_ND, None)
     for first in (0, 63, 1001):
         part_TN = kernel(x_TD[first : first + num_rows], weight_ND, None)

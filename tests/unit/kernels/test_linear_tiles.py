@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tokenspeed.kernels.ops.linear import _one_row, _tuned, triton_invariant
 from tokenspeed.kernels.ops.linear._few_rows import ARRIVALS_MAX, Tile
+from tokenspeed.kernels.registry import KernelContext, bind
 
 SHARED_MEMORY_BYTES = 227 << 10
 MATRICES = [
@@ -52,10 +54,28 @@ def test_many_outputs_are_not_split_and_few_are() -> None:
     assert _tuned.tile_for(64, 100_000, 5120) is None
 
 
-def test_the_invariant_tile_has_no_splits() -> None:
-    for tile in (triton_invariant.TILE, triton_invariant.FLOAT32_TILE):
-        assert tile.num_splits == 1
-        assert shared_bytes(tile, triton_invariant.ROWS) * 2 <= SHARED_MEMORY_BYTES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_invariant_tiles_fit_and_add_up_in_an_order_that_hangs_on_the_matrix_alone(dtype: torch.dtype) -> None:
+    for num_outputs, num_inputs in MATRICES:
+        orders = set()
+        for num_rows in (1, 16, 17, 64, 65, 8192):
+            rows, tile = triton_invariant.tile_for(num_rows, num_outputs, num_inputs, dtype)
+            orders.add((tile.inputs, tile.num_splits))
+            assert shared_bytes(tile, rows) * dtype.itemsize // 2 <= SHARED_MEMORY_BYTES, (rows, tile)
+            is_shared_out = tile.num_splits > 1 and rows != triton_invariant.MANY
+            assert not is_shared_out or -(-num_outputs // tile.outputs) <= ARRIVALS_MAX, tile
+        assert len(orders) == 1, (num_outputs, num_inputs, orders)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 150])
+def test_parts_of_the_invariant_product_make_the_whole(num_rows: int) -> None:
+    """Shared out over programs and one after the other. Their bits are compared on a GPU: the interpreter's products
+    hang on their shapes."""
+    kernel = bind("linear", KernelContext("cpu", torch.float32, {"linear": "triton_invariant!"})).call
+    assert triton_invariant.tile_for(num_rows, 70, 260, torch.float32)[1].num_splits > 1
+    torch.manual_seed(0)
+    x_TD, weight_ND = torch.randn(num_rows, 260), torch.randn(70, 260)
+    torch.testing.assert_close(kernel(x_TD, weight_ND, None), x_TD @ weight_ND.T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), MATRICES)

@@ -47,14 +47,17 @@ class FewRows:
         *,
         tile: Tile,
         rows: int,
+        fold: bool = False,
     ) -> None:
-        """Write x @ weight.T + bias. rows: of a tile."""
+        """Write x @ weight.T + bias. rows: of a tile. fold: a program takes all splits of its tile, with the bits of
+        those that share them."""
         (num_rows, num_inputs), num_outputs = x_TD.shape, weight_ND.shape[0]
         assert weight_ND.shape[1] == num_inputs, (weight_ND.shape, x_TD.shape)
         assert num_inputs == 1 or x_TD.stride(1) == weight_ND.stride(1) == 1, (x_TD.stride(), weight_ND.stride())
-        grid = (-(-num_outputs // tile.outputs), -(-num_rows // rows), tile.num_splits)
+        is_split = tile.num_splits > 1 and not fold
+        grid = (-(-num_outputs // tile.outputs), -(-num_rows // rows), tile.num_splits if is_split else 1)
         partials = out_TN
-        if tile.num_splits > 1:
+        if is_split:
             assert grid[0] * grid[1] <= ARRIVALS_MAX, grid
             partials_size = grid[0] * grid[1] * grid[2] * tile.outputs * rows
             partials = torch.empty(partials_size, dtype=torch.float32, device=x_TD.device)
@@ -75,11 +78,12 @@ class FewRows:
             BLOCK_D=tile.inputs,
             BLOCK_R=rows,
             STAGES=tile.stages,
-            IS_SPLIT=tile.num_splits > 1,
+            IS_SPLIT=is_split,
             HAS_BIAS=bias_N is not None,
             EVEN=num_inputs % (tile.inputs * tile.num_splits) == 0,
             PREFETCH=tile.prefetch if self._pdl else 0,
             WIDEN=not x_TD.is_cuda,
+            FOLD=fold and tile.num_splits > 1,
             PDL=self._pdl,
             num_warps=tile.num_warps,
             **self._launch,

@@ -45,6 +45,40 @@ def _sum_of_splits(acc_NR, partials, arrivals, tile, split, num_splits, BLOCK_N:
     return is_last, acc_NR
 
 
+@triton.jit
+def _tile_of(program):
+    """(tile of outputs, tile of rows): eight tiles of rows share the weights that one after another reads."""
+    num_tiles_n, num_tiles_r = tl.num_programs(0), tl.num_programs(1)
+    first_r = program // (8 * num_tiles_n) * 8
+    together = tl.minimum(num_tiles_r - first_r, 8)
+    place = program - first_r * num_tiles_n
+    return place // together, first_r + place % together
+
+
+@triton.jit
+def _part_of_product(
+    weight_N, x_R, part, blocks, num_inputs,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Over so many blocks of inputs, the part's."""
+    start, stop = part * blocks * BLOCK_D, tl.minimum((part + 1) * blocks * BLOCK_D, num_inputs)
+    inputs_D = tl.arange(0, BLOCK_D)
+    acc_NR = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    for place in tl.range(start, stop, BLOCK_D, num_stages=STAGES):
+        places_D = place + inputs_D
+        if EVEN:
+            weight_ND = tl.load(weight_N[:, None] + places_D[None, :])
+            x_DR = tl.load(x_R[None, :] + places_D[:, None])
+        else:
+            weight_ND = tl.load(weight_N[:, None] + places_D[None, :], mask=places_D[None, :] < stop, other=0.0)
+            x_DR = tl.load(x_R[None, :] + places_D[:, None], mask=places_D[:, None] < stop, other=0.0)
+        if WIDEN:
+            weight_ND, x_DR = weight_ND.to(tl.float32), x_DR.to(tl.float32)
+        acc_NR = tl.dot(weight_ND, x_DR, acc_NR, input_precision="ieee")
+    return acc_NR
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def few_rows(
     x,
@@ -68,38 +102,37 @@ def few_rows(
     EVEN: tl.constexpr,
     PREFETCH: tl.constexpr,
     WIDEN: tl.constexpr,
+    FOLD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program: BLOCK_N outputs of BLOCK_R rows over one of num_splits parts of the inputs.
 
     EVEN: the inputs are whole blocks. WIDEN: multiply in float32, for the interpreter, which has no product of shorter
-    numbers. partials: float32, a tile for each program. arrivals: int32 zeros, one a tile, zeros again afterwards."""
-    tile_n, tile_r, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    numbers. FOLD: a program takes all parts itself, one after the other, and adds them up as programs do that share
+    them. partials: float32, a tile for each program. arrivals: int32 zeros, one a tile, zeros again afterwards."""
+    tile_n, tile_r = _tile_of(tl.program_id(1) * tl.num_programs(0) + tl.program_id(0))
+    split = tl.program_id(2)
     blocks = tl.cdiv(tl.cdiv(num_inputs, BLOCK_D), num_splits)
-    start, stop = split * blocks * BLOCK_D, tl.minimum((split + 1) * blocks * BLOCK_D, num_inputs)
     if PREFETCH > 0:
-        _prefetch(weight + start, tile_n * BLOCK_N, weight_stride, num_outputs, BLOCK_N, PREFETCH)
+        _prefetch(weight + split * blocks * BLOCK_D, tile_n * BLOCK_N, weight_stride, num_outputs, BLOCK_N, PREFETCH)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     outputs_N = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_R = tile_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    inputs_D = tl.arange(0, BLOCK_D)
     # Outputs and rows past the end read the last one again: only what is stored needs a mask.
     weight_N = weight + tl.minimum(outputs_N, num_outputs - 1).to(tl.int64) * weight_stride
     x_R = x + tl.minimum(rows_R, num_rows - 1).to(tl.int64) * x_stride
-    acc_NR = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    for place in tl.range(start, stop, BLOCK_D, num_stages=STAGES):
-        places_D = place + inputs_D
-        if EVEN:
-            weight_ND = tl.load(weight_N[:, None] + places_D[None, :])
-            x_DR = tl.load(x_R[None, :] + places_D[:, None])
-        else:
-            weight_ND = tl.load(weight_N[:, None] + places_D[None, :], mask=places_D[None, :] < stop, other=0.0)
-            x_DR = tl.load(x_R[None, :] + places_D[:, None], mask=places_D[:, None] < stop, other=0.0)
-        if WIDEN:
-            weight_ND, x_DR = weight_ND.to(tl.float32), x_DR.to(tl.float32)
-        acc_NR = tl.dot(weight_ND, x_DR, acc_NR, input_precision="ieee")
+    if FOLD:
+        acc_NR = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+        for part in range(num_splits):
+            acc_NR += _part_of_product(
+                weight_N, x_R, part, blocks, num_inputs, BLOCK_N, BLOCK_D, BLOCK_R, STAGES, EVEN, WIDEN
+            )
+    else:
+        acc_NR = _part_of_product(
+            weight_N, x_R, split, blocks, num_inputs, BLOCK_N, BLOCK_D, BLOCK_R, STAGES, EVEN, WIDEN
+        )
     is_last = True
     if IS_SPLIT:
         tile = tile_r * tl.num_programs(0) + tile_n

@@ -8,6 +8,7 @@ Knows flags and terminals; all work is done by the rooms below.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -125,13 +126,15 @@ def _follow(options: argparse.Namespace, launched: LaunchedRank) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from tokenspeed.server.serve import Serving, serve
+    from tokenspeed.engine.process import EngineAhead
 
+    engine = engine_config(options)
     server = ServerConfig(**given(options, SERVER_FLAGS), cors_origins=tuple(options.cors_origin))
-    with shown_progress() as progress:
+    with shown_progress() as progress, contextlib.closing(EngineAhead(engine)) as ahead:
+        from tokenspeed.server.serve import Serving, serve  # as long as the engine's process takes to load, nearly
 
         def announce(text: str) -> None:
             progress.close()
             print(text, flush=True)
 
-        return serve(Serving(engine_config(options), server, progress, announce))
+        return serve(Serving(engine, server, progress, announce, launch=ahead.connect))

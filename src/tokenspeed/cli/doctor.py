@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from tokenspeed import __version__
-from tokenspeed.checkpoints import list_models, open_model
 from tokenspeed.cli.flags import PLAN_FLAGS, given
 from tokenspeed.core.config import EngineConfig, ModelConfig, ParallelConfig
 from tokenspeed.core.errors import ConfigError
@@ -20,6 +19,8 @@ from tokenspeed.observability.progress import shown_progress
 
 def run_models(_: argparse.Namespace) -> int:
     """Print the models known by a short name."""
+    from tokenspeed.checkpoints import list_models
+
     rows = [("MODEL", "SIZE", "CACHED", "WHAT", "LICENCE")]
     rows += [
         (
@@ -73,6 +74,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _print_plan(options: argparse.Namespace) -> int:
+    from tokenspeed.checkpoints import open_model
     from tokenspeed.execution.sharding_report import sharding_report
 
     named = [name for name in (options.model, options.plan) if isinstance(name, str)]
@@ -101,6 +103,8 @@ def _print_kernels(torch: Any, device: str) -> None:
 
 
 def _print_model(name: str) -> None:
+    from tokenspeed.checkpoints import open_model
+
     with shown_progress() as progress:
         source = open_model(ModelConfig(model=name), progress)
     print(f"\nmodel {name}")

@@ -68,21 +68,8 @@ class EngineProcess:
     @classmethod
     def spawn(cls, config: EngineConfig) -> EngineProcess:
         """Start the child and wait until it has connected. Raises StartError when it dies first."""
-        folder = Path(tempfile.mkdtemp(prefix="tokenspeed-"))  # mode 0700: nobody else may connect
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-                path = folder / "engine.sock"
-                listener.bind(str(path))
-                listener.listen(1)
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", WORKER_MODULE, "--socket", str(path)],
-                    env=child_environment(config.device.num_threads),
-                    stdin=subprocess.DEVNULL,
-                    process_group=0,
-                )
-                return cls(process, _accept(listener, process))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.closing(EngineAhead(config)) as ahead:
+            return ahead.connect()
 
     @property
     def pid(self) -> int:
@@ -114,6 +101,46 @@ class EngineProcess:
     def tell_stacks(self) -> None:
         if self.is_alive():
             self._process.send_signal(STACKS_SIGNAL)  # answered since before it connected
+
+
+class EngineAhead:
+    """A child that begins before all is known that it will be told, and loads meanwhile what every engine needs. Close
+    it in any case: one that was not connected to is ended."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="tokenspeed-"))  # mode 0700: nobody else may connect
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._is_connected = False
+        try:
+            path = self._folder / "engine.sock"
+            self._listener.bind(str(path))
+            self._listener.listen(1)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", WORKER_MODULE, "--socket", str(path)],
+                env=child_environment(config.device.num_threads),
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
+        except BaseException:
+            self._forget()
+            raise
+
+    def connect(self) -> EngineProcess:
+        """The engine, once. Raises StartError when the child dies first."""
+        assert not self._is_connected, "connected to already"
+        engine = EngineProcess(self._process, _accept(self._listener, self._process))
+        self._is_connected = True
+        return engine
+
+    def close(self) -> None:
+        self._forget()
+        if not self._is_connected:
+            self._process.kill()
+            self._process.wait()
+
+    def _forget(self) -> None:
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class InProcessEngine:

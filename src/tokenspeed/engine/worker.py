@@ -2,14 +2,17 @@
 """The engine process: `python -m tokenspeed.engine.worker --socket PATH`. Also runs on a thread of its caller.
 
 Receives Start, builds control plane and model runner, says EngineInfo or StartFailed, and runs the loop until the
-stream ends. Execution is loaded only once Start has come, so that even a broken installation is told as StartFailed.
+stream ends. Execution is loaded for use only once Start has come, so that even a broken installation is told as
+StartFailed.
 Knows no text and no scheduling.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import importlib
 import logging
 import signal
 import socket
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from tokenspeed.execution import ModelRunner, RunnerInfo
 
 _log = logging.getLogger("tokenspeed.engine.worker")  # this module may be the program
-_START_WAIT_S = 60.0
+_START_WAIT_S = 60.0  # the parent may fetch a model meanwhile; that it has gone shows at once
 _HOST_STORE: dict[HostStoreName, HostStore] = {"seal": HostStore.ON_SEAL, "pressure": HostStore.ON_PRESSURE}
 
 
@@ -53,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     answer_stacks_signal()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(arguments.socket)
+    threading.Thread(target=_load_ahead, daemon=True).start()
     try:
         code = serve(sock, owns_process=True)
     except SystemExit:
@@ -60,6 +64,13 @@ def main(argv: list[str] | None = None) -> int:
     if any(thread.daemon and thread is not threading.current_thread() for thread in threading.enumerate()):
         leave(code)  # one that waits for another rank would be torn down in the middle
     return code
+
+
+def _load_ahead() -> None:
+    """Execution, which takes seconds, while the parent finds out what it has to say. Whatever is wrong with it is told
+    when it is loaded for use."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("tokenspeed.execution")
 
 
 def serve(sock: socket.socket, *, owns_process: bool = False) -> int:
@@ -219,8 +230,10 @@ def _describe(config: EngineConfig, info: RunnerInfo, load_s: float) -> EngineIn
 
 
 def _await_start(channel: Channel) -> tuple[EngineConfig, list[ToEngine]]:
-    messages = channel.receive(_START_WAIT_S)
-    if not messages or isinstance(messages[0], Shutdown):
+    messages: list[ToEngine] = []
+    while not messages:
+        messages = channel.receive(_START_WAIT_S)
+    if isinstance(messages[0], Shutdown):
         raise ChannelClosedError("the parent never said Start")
     first, *rest = messages
     assert isinstance(first, Start), f"the first message is {type(first).__name__}, not Start"

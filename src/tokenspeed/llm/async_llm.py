@@ -42,6 +42,8 @@ _INLINE_CHARS_MAX = 16_384
 """Longer prompts are encoded on a thread, so that other streams are not held up."""
 
 EngineKind = Literal["process", "thread"]
+Launch = Callable[[], Engine]
+"""Gives an engine that has begun."""
 
 
 class AsyncLLM:
@@ -70,8 +72,10 @@ class AsyncLLM:
         progress: ProgressFn | None = None,
         *,
         engine: EngineKind = "process",
+        launch: Launch | None = None,
     ) -> AsyncLLM:
         """Fetch the model, start its engine (a process of its own, or a thread of ours) and wait until it can serve.
+        launch: gives the first engine, where its process began ahead.
 
         progress(stage, done, total, unit) may be called from another thread. Raises StartError subclasses.
         """
@@ -83,7 +87,7 @@ class AsyncLLM:
                 f"{source.path}: no tokenizer found; put tokenizer.json beside the weights, or use a GGUF file with one"
             )
         building = asyncio.create_task(asyncio.to_thread(Tokenizer.from_source, source.tokenizer))
-        starting = asyncio.create_task(EngineClient.start(_launcher(config, engine), config, progress))
+        starting = asyncio.create_task(EngineClient.start(launch or _launcher(config, engine), config, progress))
         tokenizer, client = await _side_by_side(building, starting)
         try:
             llm = cls(config, source, tokenizer, client)
@@ -283,7 +287,7 @@ class AsyncLLM:
             return await asyncio.to_thread(process)
 
 
-def _launcher(config: EngineConfig, engine: EngineKind) -> Callable[[], Engine]:
+def _launcher(config: EngineConfig, engine: EngineKind) -> Launch:
     if engine == "thread" and config.parallel.num_ranks == 1:  # one that lost a rank has to be ended from outside
         return InProcessEngine
     return lambda: EngineProcess.spawn(config)

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from tokenspeed.core.config import EngineConfig, ServerConfig, launched_rank, trace_settings
 from tokenspeed.core.errors import ConfigError, EngineDeadError, PortInUseError, StartError
 from tokenspeed.core.ipc import EngineInfo
-from tokenspeed.llm.async_llm import AsyncLLM
+from tokenspeed.llm.async_llm import AsyncLLM, Launch
 from tokenspeed.observability.stacks import answer_stacks_signal
 from tokenspeed.observability.tracing import Tracer, open_tracer
 from tokenspeed.server.app import check_dialect, create_app, served_name
@@ -44,13 +44,14 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Serving:
     """How to serve. announce is called once with the banner when requests can come. restarts: what is done about an
-    engine that dies, unless a launcher started the ranks."""
+    engine that dies, unless a launcher started the ranks. launch: gives the engine, where its process began ahead."""
 
     engine: EngineConfig
     server: ServerConfig
     progress: ProgressFn | None
     announce: Callable[[str], None]
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    launch: Launch | None = None
 
 
 def serve(serving: Serving) -> int:
@@ -141,7 +142,7 @@ class _Server(uvicorn.Server):
 async def _serve(serving: Serving, sock: socket.socket, grpc: socket.socket | None, store: ResponsesStore) -> int:
     stop = _StopSignals()
     engine = with_events(serving.engine, serving.server)
-    loading = asyncio.ensure_future(AsyncLLM.start(engine, serving.progress))
+    loading = asyncio.ensure_future(AsyncLLM.start(engine, serving.progress, launch=serving.launch))
     if not await stop.is_first(loading):
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)

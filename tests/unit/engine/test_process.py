@@ -17,7 +17,7 @@ import pytest
 
 from tokenspeed.core.config import EngineConfig, ModelConfig
 from tokenspeed.core.ipc import FrameBuffer, Shutdown, Start, StartFailed, decode_from_engine, send
-from tokenspeed.engine.process import EngineProcess, InProcessEngine, describe_exit
+from tokenspeed.engine.process import EngineAhead, EngineProcess, InProcessEngine, describe_exit
 
 
 def read_until_end(sock: socket.socket) -> list[object]:
@@ -92,6 +92,24 @@ def test_the_socket_is_private_and_removed(tmp_path: Path, monkeypatch: pytest.M
     engine = EngineProcess.spawn(EngineConfig())
     engine.stop()
     assert modes == [0o700] and not list(tmp_path.iterdir())
+
+
+def test_a_child_that_began_ahead_is_connected_to_or_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    children: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **kwargs: children.append(popen(*args, **kwargs)) or children[-1]
+    )
+    ahead = EngineAhead(EngineConfig())
+    ahead.close()
+    assert children[0].returncode == -signal.SIGKILL and not list(tmp_path.iterdir())
+    ahead = EngineAhead(EngineConfig())
+    engine = ahead.connect()
+    ahead.close()
+    assert engine.is_alive() and not list(tmp_path.iterdir())
+    engine.stop()
+    assert engine.describe_end() == "with exit code 0"
 
 
 def test_a_thread_engine_serves_the_same_stream() -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
+from tokenspeed.kernels.ops.gated_linear import GatedLinear
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.linear import FusedLinear, Linear
 from tokenspeed.layers.weight_map import Names, WeightSlot, fused_slots, linear_slots
@@ -56,12 +58,16 @@ def gate_and_up_rows(activation: Activation, ff_size: int) -> tuple[slice, slice
     return slice(0, ff_size), slice(ff_size, None)
 
 
+_GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}
+"""What gated_linear calls what an op gates by."""
+
 FEED_FORWARD = "feed-forward elements"
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), the inner width shared out over ranks. activation: the op that gates, silu_mul
-    or gelu_tanh_mul. names: module names in a checkpoint, of gate, up and down or of gate and up as one and down."""
+    """down(activation(gate(x)) * up(x)), the inner width shared out over ranks; what is before `down` is one op where
+    that pays. activation: the op that gates, silu_mul or gelu_tanh_mul. names: module names in a checkpoint, of gate,
+    up and down or of gate and up as one and down."""
 
     def __init__(
         self,
@@ -80,6 +86,7 @@ class GatedMLP(nn.Module):
         self.gate_up = FusedLinear(ctx, hidden_size, parts, bias, dict.fromkeys(parts, dealt))
         self.down = Linear(ctx, ff_size, hidden_size, bias, shards.columns(Group.DENSE, what=FEED_FORWARD))
         self._activate = activate_with(ctx, activation)
+        self._fused = cast("GatedLinear | None", ctx.bind_better("gated_linear"))
 
     def declare(self, graph: Graph, name: str, x: Value) -> Value:
         """The block as an op of a model."""
@@ -87,7 +94,13 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """This rank's addend."""
-        return self.down(self._activate(self.gate_up(x_TD)))  # type: ignore[no-any-return]
+        return self.down(self._inner(x_TD))  # type: ignore[no-any-return]
+
+    def _inner(self, x_TD: torch.Tensor) -> torch.Tensor:
+        fused, matrix, bias_N = self._fused, self.gate_up.matrix, self.gate_up.bias
+        if fused is not None and matrix.packed is None and fused.pays(x_TD, matrix.weight):
+            return fused(x_TD, matrix.weight, bias_N, _GATES[self.activation])
+        return self._activate(self.gate_up(x_TD))
 
     def weight_slots(self) -> list[WeightSlot]:
         """Names relative to the block."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tokenspeed.kernels.registry import BoundKernel, Kernel, KernelContext, bind, check_overrides
+from tokenspeed.kernels.registry import Band, BoundKernel, Kernel, KernelContext, bind, check_overrides
 from tokenspeed.spmd.mesh import Group, GroupSizes, Mesh
 from tokenspeed.spmd.shards import WHOLE, Cut, Shards
 
@@ -53,6 +53,16 @@ class BuildContext:
         if key not in self.bindings:
             self.bindings[key] = bind(op, dataclasses.replace(self.kernels, features=frozenset(features)))
         return self.bindings[key].call
+
+    def bind_better(self, op: str) -> Kernel | None:
+        """`op` as `bind` gives it, or None, and nothing in the table, where that is its reference: for a layer that has
+        another way of computing the same. ConfigError as in registry.bind."""
+        if op not in self.bindings:
+            bound = bind(op, self.kernels)
+            if bound.traits.band is Band.REFERENCE:
+                return None
+            self.bindings[op] = bound
+        return self.bindings[op].call
 
     def uncapturable(self) -> list[str]:
         """What of the model cannot be captured as a graph, by name: ops as they are bound, and parts of layers."""

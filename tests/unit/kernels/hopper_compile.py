@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the device code of paged_attention's solution `gluon` for Hopper, without one, and writes what came of it
-as JSON."""
+"""Compiles the device code of an op's solution `gluon` for Hopper, without one, and writes what came of it as JSON, by
+name."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,34 +18,83 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tokenspeed.kernels.ops.paged_attention import gluon
-from tokenspeed.kernels.ops.paged_attention._gluon import _triton
+from tokenspeed.kernels.ops.gated_linear import gluon as gated_linear
+from tokenspeed.kernels.ops.paged_attention import gluon as paged_attention
 
-CONSTANTS = {
-    "SINKS": False, "WINDOW": 0, "HEAD_DIM": 64, "KV_HEADS": 8, "GROUP": 4, "BLOCK_SIZE": 64, "BLOCK_R": 4,
-    "HALF_M": gluon.HALF_M, "HALF_T": gluon.HALF_T, "STAGES": gluon.STAGES,
-    "MERGE_M": gluon.MERGE_M, "sinks": None,
-}  # fmt: skip
-LAYOUT = gluon.descriptor(torch.empty(1, 64, 1, 64, dtype=torch.bfloat16)).layout
-TYPES = {
-    **dict.fromkeys(("q", "out"), "*bf16"),
-    **dict.fromkeys(("partial_acc", "partial_stats"), "*fp32"),
-    **dict.fromkeys(("next_item", "query_start", "seq_lens", "tables"), "*i32"),
-    **dict.fromkeys(("k_pool", "v_pool"), f"tensordesc<bf16[{gluon.HALF_T}, {gluon.PANEL}],{LAYOUT}>"),
-    "q_strides": ("i32", "i32"),
-    "scale": "fp32",
-}
+Compiled = dict[str, Any]
 
 
-def compiled(function: Any) -> dict[str, Any]:
-    """As a launch on such a device would, for bf16 and 4 query heads to a K/V head."""
+def compiled(function: Any, constants: Mapping[str, Any], types: Mapping[str, Any]) -> Compiled:
+    """As a launch on such a device would."""
     names = [param.name for param in function.params]
-    signature = {name: "constexpr" if name in CONSTANTS else TYPES.get(name, "i32") for name in names}
-    known = {(place,): CONSTANTS[name] for place, name in enumerate(names) if name in CONSTANTS}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    known = {(place,): constants[name] for place, name in enumerate(names) if name in constants}
     source = GluonASTSource(function, signature, known, {})
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    return {"shared": result.metadata.shared, "ptx": result.asm["ptx"]}
+    return {"shared": result.metadata.shared, "ptx": result.asm["ptx"], "local_bytes": local_bytes(result.asm["ptx"])}
+
+
+def local_bytes(ptx: str) -> int:
+    """What a thread keeps in memory for want of registers."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        (source := Path(folder) / "code.ptx").write_text(ptx)
+        command = [tool, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder) / "code.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(number) for number in re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", said))
+
+
+def descriptor_type(matrix: torch.Tensor, descriptor: Any) -> str:
+    dtype = "bf16" if matrix.dtype is torch.bfloat16 else "fp16"
+    return f"tensordesc<{dtype}{descriptor.block_shape},{descriptor.layout}>"
+
+
+def of_paged_attention() -> Iterator[tuple[str, Compiled]]:
+    """For bf16 and 4 query heads to a K/V head."""
+    from tokenspeed.kernels.ops.paged_attention._gluon import _triton
+
+    constants = {
+        "SINKS": False, "WINDOW": 0, "HEAD_DIM": 64, "KV_HEADS": 8, "GROUP": 4, "BLOCK_SIZE": 64, "BLOCK_R": 4,
+        "HALF_M": paged_attention.HALF_M, "HALF_T": paged_attention.HALF_T, "STAGES": paged_attention.STAGES,
+        "MERGE_M": paged_attention.MERGE_M, "sinks": None,
+    }  # fmt: skip
+    pages = torch.empty(1, 64, 1, 64, dtype=torch.bfloat16)
+    types = {
+        **dict.fromkeys(("q", "out"), "*bf16"),
+        **dict.fromkeys(("partial_acc", "partial_stats"), "*fp32"),
+        **dict.fromkeys(("next_item", "query_start", "seq_lens", "tables"), "*i32"),
+        **dict.fromkeys(("k_pool", "v_pool"), descriptor_type(pages, paged_attention.descriptor(pages))),
+        "q_strides": ("i32", "i32"),
+        "scale": "fp32",
+    }
+    yield "extend", compiled(_triton.extend, constants, types)
+    yield "merge", compiled(_triton.merge, constants, types)
+
+
+def of_gated_linear() -> Iterator[tuple[str, Compiled]]:
+    """At the sizes of an 8B decoder, for each way of cutting tiles."""
+    from tokenspeed.kernels.ops.gated_linear._gluon import _triton
+
+    plain, biased = gated_linear.PLAN, gated_linear.Plan(skew=1, paired=True)
+    three = gated_linear.Plan(parts=3, stages=3)
+    for name, plan, dtype, is_biased in (
+        ("plain", plain, torch.bfloat16, False),
+        ("biased", biased, torch.float16, True),
+        ("three", three, torch.bfloat16, False),
+        ("three-biased", three, torch.float16, True),
+    ):
+        matrix = torch.empty(128, 128, dtype=dtype)
+        boxes = {"x": (gated_linear.PART_M, gated_linear.STEP_K), "weight": (gated_linear.TILE_N, gated_linear.STEP_K),
+                 "out": (gated_linear.PART_M, gated_linear.TILE_N)}  # fmt: skip
+        types = {key: descriptor_type(matrix, gated_linear.descriptor(matrix, *box)) for key, box in boxes.items()}
+        constants = {
+            "NUM_N": 96, "NUM_STEPS": 64, "GROUP": plan.group, "PARTS": plan.parts, "STAGES": plan.stages,
+            "SKEW": plan.skew, "HAS_BIAS": is_biased, "GELU": is_biased, "PAIRED": plan.paired,
+            **({} if is_biased else {"bias": None}),
+        }  # fmt: skip
+        types["bias"] = "*fp16"
+        yield name, compiled(_triton.product, constants, types)
 
 
 if __name__ == "__main__":
-    print(json.dumps({"extend": compiled(_triton.extend), "merge": compiled(_triton.merge)}))
+    print(json.dumps(dict({"paged_attention": of_paged_attention, "gated_linear": of_gated_linear}[sys.argv[1]]())))

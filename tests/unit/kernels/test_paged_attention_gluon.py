@@ -61,7 +61,7 @@ def test_is_for_16_bit_numbers(on: Any) -> None:
 @pytest.mark.skipif(not HAS_LANGUAGE, reason="needs the Triton that the device code is written in")
 def test_compiles_for_hopper() -> None:
     """In a process of its own, since here Triton interprets."""
-    compiles = [sys.executable, str(Path(__file__).with_name("hopper_compile.py"))]
+    compiles = [sys.executable, str(Path(__file__).with_name("hopper_compile.py")), "paged_attention"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     run = subprocess.run(compiles, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device code of the solution `gluon`. Knows no launch shapes."""

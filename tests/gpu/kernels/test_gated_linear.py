@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 ROWS = (1, 127, 128, 129, 512, 1000, 2048, 8192)
-SIZES = {"one-step": (128, 64), "three-steps": (384, 192), "small": (1280, 576), "8b": (12288, 4096)}
+SIZES = {"one-step": (128, 64), "three-steps": (384, 192), "8b": (12288, 4096)}
 PLANS = {
     "plain": gluon.PLAN,
     "skewed": dataclasses.replace(gluon.PLAN, skew=1),
@@ -30,14 +30,15 @@ PLANS = {
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory() -> Any:
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.empty gives NaN, so that an element which a kernel forgets shows."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("warn")
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.set_deterministic_debug_mode("default")
-    torch.utils.deterministic.fill_uninitialized_memory = before
+    empty = torch.empty
+
+    def poisoned(*args: Any, **keywords: Any) -> torch.Tensor:
+        out = empty(*args, **keywords)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def built(plan: gluon.Plan = gluon.PLAN, dtype: torch.dtype = torch.bfloat16) -> gluon.Gluon:
@@ -71,9 +72,10 @@ def test_agrees_with_the_reference(num_rows: int, size: tuple[int, int], plan: g
     assert_close(built(plan)(*args, "silu"), expected(*args, "silu"))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("has_bias", "activation", "dtype"),
+    [(False, "silu", torch.float16), (True, "silu", torch.bfloat16), (True, "gelu_tanh", torch.float16)],
+)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_activations_biases_and_types(plan: gluon.Plan, has_bias: bool, activation: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -86,7 +88,7 @@ def test_reads_rows_that_lie_apart_and_touches_nothing_between() -> None:
     kernel = built()
     _, wide_ND, _ = drawn((1, 384, 640), torch.bfloat16, device="cuda")
     wide_TD = torch.full((700, 1024), float("nan"), dtype=torch.bfloat16, device="cuda")
-    x_TD, weight_ND = wide_TD[::2, 64:384], wide_ND[:, 128:448]
+    x_TD, weight_ND = wide_TD[::2, 64:256], wide_ND[:, 128:320]
     x_TD.normal_()
     before = wide_TD.clone()
     assert gluon.suits(x_TD, weight_ND)
@@ -98,8 +100,8 @@ def test_writes_nothing_past_its_rows() -> None:
     """Into memory that a captured graph's pool has given out: what lies behind the output stays."""
     kernel = built()
     torch.manual_seed(0)
-    x_TD, weight_ND, _ = drawn((129, 256, 128), torch.bfloat16, device="cuda")
-    room = torch.full((400, 256), 7.0, dtype=torch.bfloat16, device="cuda")
+    x_TD, weight_ND, _ = drawn((129, 384, 192), torch.bfloat16, device="cuda")
+    room = torch.full((400, 384), 7.0, dtype=torch.bfloat16, device="cuda")
     given = torch.empty
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *_, **__: room[100:229])

@@ -252,7 +252,7 @@ def play(device_code: Any, monkeypatch: pytest.MonkeyPatch, seed: int, program: 
     for name, value in vars(device_code).items():
         if type(value).__name__ == "GluonJITFunction" and name not in patched:
             patched[name] = value.fn
-    for name in ("PART_M", "TILE_N", "STEP_K"):
+    for name in ("PARTS", "PART_M", "TILE_N", "STEP_K"):
         patched[name] = int(getattr(vars(device_code)[name], "value", vars(device_code)[name]))
     with monkeypatch.context() as patch:
         for name, value in patched.items():

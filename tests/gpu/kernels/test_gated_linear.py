@@ -21,12 +21,7 @@ pytestmark = [
 
 ROWS = (1, 127, 128, 129, 512, 1000, 2048, 8192)
 SIZES = {"one-step": (128, 64), "three-steps": (384, 192), "8b": (12288, 4096)}
-PLANS = {
-    "plain": gluon.PLAN,
-    "skewed": dataclasses.replace(gluon.PLAN, skew=1),
-    "paired": dataclasses.replace(gluon.PLAN, paired=True),
-    "three-parts": gluon.Plan(parts=3, stages=3),
-}
+PLANS = {"plain": gluon.PLAN, "abreast": dataclasses.replace(gluon.PLAN, skew=0)}
 
 
 @pytest.fixture(autouse=True)

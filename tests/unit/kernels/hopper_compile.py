@@ -72,24 +72,18 @@ def of_paged_attention() -> Iterator[tuple[str, Compiled]]:
 
 
 def of_gated_linear() -> Iterator[tuple[str, Compiled]]:
-    """At the sizes of an 8B decoder, for each way of cutting tiles."""
+    """At the sizes of an 8B decoder."""
     from tokenspeed.kernels.ops.gated_linear._gluon import _triton
 
-    plain, biased = gated_linear.PLAN, gated_linear.Plan(skew=1, paired=True)
-    three = gated_linear.Plan(parts=3, stages=3)
-    for name, plan, dtype, is_biased in (
-        ("plain", plain, torch.bfloat16, False),
-        ("biased", biased, torch.float16, True),
-        ("three", three, torch.bfloat16, False),
-        ("three-biased", three, torch.float16, True),
-    ):
+    plan = gated_linear.PLAN
+    for name, dtype, is_biased in (("plain", torch.bfloat16, False), ("biased", torch.float16, True)):
         matrix = torch.empty(128, 128, dtype=dtype)
         boxes = {"x": (gated_linear.PART_M, gated_linear.STEP_K), "weight": (gated_linear.TILE_N, gated_linear.STEP_K),
                  "out": (gated_linear.PART_M, gated_linear.TILE_N)}  # fmt: skip
         types = {key: descriptor_type(matrix, gated_linear.descriptor(matrix, *box)) for key, box in boxes.items()}
         constants = {
-            "NUM_N": 96, "NUM_STEPS": 64, "GROUP": plan.group, "PARTS": plan.parts, "STAGES": plan.stages,
-            "SKEW": plan.skew, "HAS_BIAS": is_biased, "GELU": is_biased, "PAIRED": plan.paired,
+            "NUM_N": 96, "NUM_STEPS": 64, "GROUP": plan.group, "STAGES": plan.stages,
+            "SKEW": plan.skew, "HAS_BIAS": is_biased, "GELU": is_biased,
             **({} if is_biased else {"bias": None}),
         }  # fmt: skip
         types["bias"] = "*fp16"

@@ -114,12 +114,10 @@ PLAYED = {
     "many-tiles-of-one-step": Played((300, 512, 64), PLAN, num_programs=2),
     "as-many-steps-as-stages": Played((300, 256, 256), PLAN, num_programs=2),
     "more-programs-than-tiles": Played((64, 128, 64), PLAN, num_programs=2),
-    "three-parts": Played((400, 256, 320), gluon.Plan(parts=3, stages=3, group=2), num_programs=2),
-    "two-stages": Played((300, 256, 320), gluon.Plan(stages=2, group=8)),
+    "two-stages": Played((300, 256, 320), gluon.Plan(stages=2, group=8, skew=0)),
     "skewed": Played((500, 256, 320), gluon.Plan(skew=1)),
-    "skewed-more": Played((500, 256, 320), gluon.Plan(skew=3, paired=True)),
+    "skewed-more": Played((500, 256, 320), gluon.Plan(skew=3)),
     "skewed-short": Played((400, 384, 256), gluon.Plan(skew=1)),
-    "skewed-three-parts": Played((400, 256, 192), gluon.Plan(parts=3, stages=3, skew=2)),
     "three-stages": Played(
         (300, 256, 320), gluon.Plan(stages=3), num_programs=2, has_bias=True, activation="gelu_tanh"
     ),
@@ -140,12 +138,10 @@ def played(case: Played, seed: int, monkeypatch: pytest.MonkeyPatch, code: Any =
         "NUM_N": size // gluon.TILE_N,
         "NUM_STEPS": num_inputs // gluon.STEP_K,
         "GROUP": plan.group,
-        "PARTS": plan.parts,
         "STAGES": plan.stages,
         "SKEW": gluon.skew_of(plan, num_inputs // gluon.STEP_K),
         "HAS_BIAS": case.has_bias,
         "GELU": case.activation == "gelu_tanh",
-        "PAIRED": plan.paired,
         **changed,
     }
     bias = None if bias_N is None else Pointer(bias_N)
@@ -179,7 +175,6 @@ FAULTS = {
     "overwrites-what-is-stored": ("tma.store_wait(0)  #", "pass  #"),
     "leaves-before-it-is-stored": ("    tma.store_wait(0)\n\n", "    pass\n\n"),
     "overwrites-what-is-read": ("mbarrier.wait(empty.index(stage),", "id("),
-    "wrong-of-a-pair": ("mul.f32 $1, ab, a", "mul.f32 $1, ab, b"),
     "wrong-exponent": ("0fBFB8AA3B", "0fBF800000"),
     "wrong-row-of-up": ("(half * NUM_N + n) * TILE_N", "n * TILE_N"),
     "fewer-bytes": ("PARTS * PART_M + 2 * TILE_N)", "PARTS * PART_M + TILE_N)"),

@@ -21,6 +21,8 @@ from tokenspeed.kernels.ops.gated_linear.reference import Reference
 from tokenspeed.kernels.platform import triton_on_cuda
 from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Ok, Reason, Solution, Support
 
+PARTS = 2
+"""Warpgroups that multiply."""
 PART_M = 64
 """Rows of a warpgroup that multiplies."""
 TILE_N = 128
@@ -35,16 +37,13 @@ TRITON_VERSION = "3.6"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How tiles are cut and dealt. parts: warpgroups that multiply, 2 or 3, 64 rows each. stages: steps of loads in
-    shared memory. group: row tiles that are gone through together. skew: steps that the first warpgroup is ahead of
-    the others when these begin a tile, so that they multiply while it gates. paired: whether two numbers share a
-    reciprocal."""
+    """How tiles are dealt. stages: steps of loads in shared memory. group: row tiles that are gone through together.
+    skew: steps that the first warpgroup is ahead of the other when this one begins a tile, so that it multiplies while
+    the first gates."""
 
-    parts: int = 2
     stages: int = 4
     group: int = 16
-    skew: int = 0
-    paired: bool = False
+    skew: int = 2
 
 
 PLAN = Plan()
@@ -112,7 +111,7 @@ def launch(
     out_TF = torch.empty((x_TD.shape[0], weight_ND.shape[0] // 2), dtype=x_TD.dtype, device=x_TD.device)
     num_rows, num_columns = x_TD.shape[0], out_TF.shape[1] // TILE_N
     num_steps = x_TD.shape[1] // STEP_K
-    num_tiles = -(-num_rows // (plan.parts * PART_M)) * num_columns
+    num_tiles = -(-num_rows // (PARTS * PART_M)) * num_columns
     assert num_tiles < 1 << 30, (num_rows, num_columns)
     _triton.product[(min(num_tiles, num_multiprocessors(x_TD.device)),)](
         descriptor(x_TD, PART_M, STEP_K),
@@ -123,12 +122,10 @@ def launch(
         NUM_N=num_columns,
         NUM_STEPS=num_steps,
         GROUP=plan.group,
-        PARTS=plan.parts,
         STAGES=plan.stages,
         SKEW=skew_of(plan, num_steps),
         HAS_BIAS=bias_N is not None,
         GELU=activation == "gelu_tanh",
-        PAIRED=plan.paired,
         num_warps=4,
     )
     return out_TF

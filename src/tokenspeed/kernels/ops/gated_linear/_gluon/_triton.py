@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
 
+PARTS = gl.constexpr(2)
 PART_M = gl.constexpr(64)
 TILE_N = gl.constexpr(128)
 STEP_K = gl.constexpr(64)
@@ -53,7 +54,7 @@ def _tile(tile, num_m, NUM_N: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def _bring(
     x, weight, boxes, barriers, num_m,
-    NUM_N: gl.constexpr, NUM_STEPS: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    NUM_N: gl.constexpr, NUM_STEPS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer. Rows past the last come as zeros."""
     x_boxes, w_boxes = boxes
@@ -91,43 +92,18 @@ def _sigmoid(z):
 
 
 @gluon.jit
-def _sigmoids(z):
-    """The same of two numbers at a time by three operations of that unit: 1 / a and 1 / b are b / (a b) and a / (a b).
-    So that a b is finite, exp(-z) is at most 2 ** 62; what is off by that is below 1e-18."""
-    asm: gl.constexpr = """{
-        .reg .f32 a, b, ab;
-        mul.f32 a, $2, 0fBFB8AA3B;
-        mul.f32 b, $3, 0fBFB8AA3B;
-        min.f32 a, a, 0f42780000;
-        min.f32 b, b, 0f42780000;
-        ex2.approx.ftz.f32 a, a;
-        ex2.approx.ftz.f32 b, b;
-        add.f32 a, a, 0f3F800000;
-        add.f32 b, b, 0f3F800000;
-        mul.f32 ab, a, b;
-        rcp.approx.ftz.f32 ab, ab;
-        mul.f32 $0, ab, b;
-        mul.f32 $1, ab, a;
-    }"""
-    return gl.inline_asm_elementwise(asm, "=f,=f,f,f", [z], dtype=gl.float32, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _gated(gate_MN, up_MN, GELU: gl.constexpr, PAIRED: gl.constexpr):
+def _gated(gate_MN, up_MN, GELU: gl.constexpr):
     """silu(gate) * up, or gelu(gate) * up by tanh: 1 + tanh(z) = 2 sigmoid(2 z)."""
     z_MN = gate_MN
     if GELU:
         z_MN = 1.5957691216057308 * (gate_MN + 0.044715 * gate_MN * gate_MN * gate_MN)
-    if PAIRED:
-        return gate_MN * _sigmoids(z_MN) * up_MN
-    else:
-        return gate_MN * _sigmoid(z_MN) * up_MN
+    return gate_MN * _sigmoid(z_MN) * up_MN
 
 
 @gluon.jit
 def _finish(
     acc, out, bias, out_smem, row, n,
-    NUM_N: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr, PAIRED: gl.constexpr,
+    NUM_N: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """A consumer's part of a tile, from its accumulator to memory. Rows past the last are not written."""
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE_N, 16])
@@ -138,7 +114,7 @@ def _finish(
         outputs_N = n * TILE_N + gl.arange(0, TILE_N, layout=gl.SliceLayout(0, half))
         gate_MN += gl.load(bias + outputs_N).to(gl.float32)[None, :]
         up_MN += gl.load(bias + NUM_N * TILE_N + outputs_N).to(gl.float32)[None, :]
-    y_MN = _gated(gate_MN, up_MN, GELU, PAIRED).to(out.dtype)
+    y_MN = _gated(gate_MN, up_MN, GELU).to(out.dtype)
     tma.store_wait(0)  # until the last one has been read
     out_smem.store(y_MN)
     fence_async_shared()
@@ -148,15 +124,14 @@ def _finish(
 @gluon.jit
 def _multiply(
     part, shared,
-    NUM_N: gl.constexpr, NUM_STEPS: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr, PAIRED: gl.constexpr,
+    NUM_N: gl.constexpr, NUM_STEPS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    SKEW: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """A consumer: its rows of each tile. A step's slot is given back once the product after it is on its way."""
     out, bias, smem, barriers, num_m = shared
     x_smem, w_smem, out_room = smem
     full, empty, turn = barriers
-    WIDE: gl.constexpr = 2 * TILE_N if PARTS == 2 else TILE_N
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDE, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 2 * TILE_N, 16])
     done = 0
     count = 0
     for tile in range(gl.program_id(0), num_m * NUM_N, gl.num_programs(0)):
@@ -178,15 +153,15 @@ def _multiply(
         acc = mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((done - 1) % STAGES))
         row = (m * PARTS + part) * PART_M
-        _finish(acc, out, bias, out_room.index(part), row, n, NUM_N, HAS_BIAS, GELU, PAIRED)
+        _finish(acc, out, bias, out_room.index(part), row, n, NUM_N, HAS_BIAS, GELU)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def product(
     x, weight, bias, out, num_rows,
-    NUM_N: gl.constexpr, NUM_STEPS: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr, PAIRED: gl.constexpr,
+    NUM_N: gl.constexpr, NUM_STEPS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    SKEW: gl.constexpr, HAS_BIAS: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """x, weight, out: descriptors of (T, D) by PART_M x STEP_K, (2 F, D) by TILE_N x STEP_K and (T, F) by PART_M x
     TILE_N. NUM_N: F in tiles, NUM_STEPS: D in steps."""
@@ -200,24 +175,12 @@ def product(
     num_m = (num_rows + PARTS * PART_M - 1) // (PARTS * PART_M)
     boxes = (x_boxes, w_boxes)
     shared = (out, bias, (x_boxes, w_smem, out_room), barriers, num_m)
-    if PARTS == 2:
-        gl.warp_specialize(
-            [
-                (_bring, (x, weight, boxes, barriers, num_m, NUM_N, NUM_STEPS, GROUP, PARTS, STAGES)),
-                (_multiply, (0, shared, NUM_N, NUM_STEPS, GROUP, PARTS, STAGES, SKEW, HAS_BIAS, GELU, PAIRED)),
-                (_multiply, (1, shared, NUM_N, NUM_STEPS, GROUP, PARTS, STAGES, SKEW, HAS_BIAS, GELU, PAIRED)),
-            ],
-            [4, 4],
-            [240, 240],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_bring, (x, weight, boxes, barriers, num_m, NUM_N, NUM_STEPS, GROUP, PARTS, STAGES)),
-                (_multiply, (0, shared, NUM_N, NUM_STEPS, GROUP, PARTS, STAGES, SKEW, HAS_BIAS, GELU, PAIRED)),
-                (_multiply, (1, shared, NUM_N, NUM_STEPS, GROUP, PARTS, STAGES, SKEW, HAS_BIAS, GELU, PAIRED)),
-                (_multiply, (2, shared, NUM_N, NUM_STEPS, GROUP, PARTS, STAGES, SKEW, HAS_BIAS, GELU, PAIRED)),
-            ],
-            [4, 4, 4],
-            [160, 160, 160],
-        )
+    gl.warp_specialize(
+        [
+            (_bring, (x, weight, boxes, barriers, num_m, NUM_N, NUM_STEPS, GROUP, STAGES)),
+            (_multiply, (0, shared, NUM_N, NUM_STEPS, GROUP, STAGES, SKEW, HAS_BIAS, GELU)),
+            (_multiply, (1, shared, NUM_N, NUM_STEPS, GROUP, STAGES, SKEW, HAS_BIAS, GELU)),
+        ],
+        [4, 4],
+        [240, 240],
+    )

@@ -16,7 +16,7 @@ constexpr int kFewRows = 4;
 #else
 constexpr int kFewRows = 1;
 #endif
-constexpr std::int64_t kPanelBlocks = 16;     // blocks of 32 inputs that are expanded for many rows at once
+constexpr std::int64_t kPanelBlocks = 24;     // blocks of 32 inputs, at most, that are expanded for many rows at once
 constexpr std::int64_t kPanelTiles = 2;       // tiles beside each other then
 constexpr std::int64_t kPanelRows = 128;      // rows that they serve
 constexpr std::int64_t kItemBytes = 1 << 16;  // of weight that few rows read at a time
@@ -29,19 +29,17 @@ struct Scale {
   float scale, sum, halves[2];
 };
 
-// Rows of activations as bytes: kPanelBlocks blocks of each row, row after row, then those that follow of each; so that
+// Rows of activations as bytes: panel_blocks blocks of each row, row after row, then those that follow of each; so that
 // what meets one panel lies together.
 struct Rows8 {
   std::int8_t* codes;
   Scale* scales;
-  std::int64_t num_rows;
+  std::int64_t num_rows, panel_blocks;
 
-  static constexpr std::int64_t kStride = kPanelBlocks * kBlockInputs;  // bytes between rows
-
-  // From `row` and `block` on, up to the end of the panel.
-  [[nodiscard]] Rows8 at(std::int64_t row, std::int64_t block) const {
-    const std::int64_t place = (block / kPanelBlocks * num_rows + row) * kPanelBlocks + block % kPanelBlocks;
-    return {codes + place * kBlockInputs, scales + place, num_rows};
+  // From `row` and a panel's block on, up to the end of the panel.
+  [[nodiscard]] Rows8 at(std::int64_t row, std::int64_t panel, std::int64_t block) const {
+    const std::int64_t place = (panel * num_rows + row) * panel_blocks + block;
+    return {codes + place * kBlockInputs, scales + place, num_rows, panel_blocks};
   }
 };
 
@@ -133,9 +131,13 @@ TOKENSPEED_INLINE void quantize_block(const T* source, std::int8_t* codes, Scale
 
 template <typename T>
 void quantize_row(const T* source, std::int64_t num_blocks, const Rows8& rows, std::int64_t row) {
-  for (std::int64_t block = 0; block < num_blocks; ++block) {
-    const Rows8 target = rows.at(row, block);
-    quantize_block(source + block * kBlockInputs, target.codes, *target.scales);
+  for (std::int64_t first = 0, panel = 0; first < num_blocks; first += rows.panel_blocks, ++panel) {
+    const Rows8 target = rows.at(row, panel, 0);
+    const std::int64_t left = num_blocks - first;
+    const std::int64_t size = left < rows.panel_blocks ? left : rows.panel_blocks;
+    for (std::int64_t block = 0; block < size; ++block, source += kBlockInputs) {
+      quantize_block(source, target.codes + block * kBlockInputs, target.scales[block]);
+    }
   }
 }
 
@@ -146,6 +148,7 @@ TOKENSPEED_INLINE void multiply(const Rows8& rows, const typename F::Of* panel, 
   constexpr int kGroupVectors = kVectors / F::kGroups;
   constexpr int kRun = kDeep || F::kSpan > kGroupVectors ? kGroupVectors : F::kSpan;
   const std::int8_t* codes = rows.codes;
+  const std::int64_t stride = rows.panel_blocks * kBlockInputs;
   for (std::int64_t block = 0; block < num_blocks; ++block, panel += kTiles, codes += kBlockInputs) {
     Ints totals[kRows][kTiles] = {};
 #pragma GCC unroll 8
@@ -160,7 +163,7 @@ TOKENSPEED_INLINE void multiply(const Rows8& rows, const typename F::Of* panel, 
         }
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
-          const SignedBytes inputs = four_of(codes + row * Rows8::kStride + 4 * vector);
+          const SignedBytes inputs = four_of(codes + row * stride + 4 * vector);
 #pragma GCC unroll 8
           for (int tile = 0; tile < kTiles; ++tile) {
             if constexpr (F::kSigned) {
@@ -182,7 +185,7 @@ TOKENSPEED_INLINE void multiply(const Rows8& rows, const typename F::Of* panel, 
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
-      const Scale& scale = rows.scales[row * kPanelBlocks + block];
+      const Scale& scale = rows.scales[row * rows.panel_blocks + block];
 #pragma GCC unroll 8
       for (int tile = 0; tile < kTiles; ++tile) {
         const Vec8 total = __builtin_convertvector(totals[row][tile], Vec8);
@@ -271,7 +274,7 @@ struct PackedJob {
         for (int part = 0; part < kParts; ++part) {
           typename F::Of own;
           F::expand(source, part, own);
-          multiply<F, kRows, 1>(rows.at(0, block * kParts + part), &own, 1, sums);
+          multiply<F, kRows, 1>(rows.at(0, 0, block * kParts + part), &own, 1, sums);
         }
       }
       for (std::int64_t row = 0; row < kRows; ++row) {
@@ -291,8 +294,10 @@ struct PackedJob {
     auto* panel = reinterpret_cast<Panel*>(scratch(2, kPanelBlocks * sizeof(Panel) / sizeof(float)));
     float* sums = scratch(0, static_cast<std::size_t>(num_rows * kPanelTiles * kTileRows));
     __builtin_memset(sums, 0, static_cast<std::size_t>(num_rows * kPanelTiles * kTileRows) * sizeof(float));
-    for (std::int64_t first = 0; first < num_blocks; first += kPanelBlocks) {
-      const std::int64_t size = num_blocks - first < kPanelBlocks ? num_blocks - first : kPanelBlocks;
+    std::int64_t panel_index = 0;
+    for (std::int64_t first = 0; first < num_blocks; first += rows.panel_blocks, ++panel_index) {
+      const std::int64_t size = num_blocks - first < rows.panel_blocks ? num_blocks - first : rows.panel_blocks;
+      const bool is_last = first + size == num_blocks;
       for (std::int64_t i = 0; i < size; ++i) {
         const std::int64_t block = (first + i) / kParts;
         const int part = static_cast<int>((first + i) % kParts);
@@ -302,10 +307,13 @@ struct PackedJob {
       }
       std::int64_t row = 0;
       for (; row + kFewRows <= num_rows; row += kFewRows) {
-        add_panel<F, kFewRows>(first_row + row, first, panel[0], size, sums + row * kPanelTiles * kTileRows);
+        for (std::int64_t i = 0; is_last && i < kFewRows; ++i) {
+          fetch_output(first_row + row + i, job.first_output + tile * kTileRows);
+        }
+        add_panel<F, kFewRows>(first_row + row, panel_index, panel[0], size, sums + row * kPanelTiles * kTileRows);
       }
       for (; row < num_rows; ++row) {
-        add_panel<F, 1>(first_row + row, first, panel[0], size, sums + row * kPanelTiles * kTileRows);
+        add_panel<F, 1>(first_row + row, panel_index, panel[0], size, sums + row * kPanelTiles * kTileRows);
       }
     }
     for (std::int64_t row = 0; row < num_rows; ++row) {
@@ -318,18 +326,24 @@ struct PackedJob {
   }
 
   template <typename F, int kRows>
-  void add_panel(std::int64_t row, std::int64_t block, const typename F::Of* panel, std::int64_t size,
+  void add_panel(std::int64_t row, std::int64_t panel_index, const typename F::Of* panel, std::int64_t size,
                  float* target) const {
     Vec8 sums[kRows][kPanelTiles];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows * kPanelTiles; ++i) {
       sums[i / kPanelTiles][i % kPanelTiles] = load8(target + i * kTileRows);
     }
-    multiply<F, kRows, kPanelTiles>(rows.at(row, block), panel, size, sums);
+    multiply<F, kRows, kPanelTiles>(rows.at(row, panel_index, 0), panel, size, sums);
 #pragma GCC unroll 8
     for (int i = 0; i < kRows * kPanelTiles; ++i) {
       store8(target + i * kTileRows, sums[i / kPanelTiles][i % kPanelTiles]);
     }
+  }
+
+  // Asks for the line that a row's results go to: lines lie far from each other, and each would be waited for.
+  void fetch_output(std::int64_t row, std::int64_t output) const {
+    const std::int64_t item_size = args.out_dtype == DType::kFloat32 ? 4 : 2;
+    __builtin_prefetch(static_cast<char*>(args.out) + (row * args.num_outputs + output) * item_size, 1);
   }
 
   void finish(const PieceJob& job, std::int64_t row, std::int64_t tile, Vec8 sums) const {
@@ -365,13 +379,16 @@ struct QuantizeJob {
 
 // The activations as bytes, in the caller's scratch.
 TOKENSPEED_INLINE Rows8 quantized(const PackedLinearArgs& args) {
-  const std::int64_t num_panels = (args.num_inputs + Rows8::kStride - 1) / Rows8::kStride;
-  const std::int64_t num_blocks = num_panels * args.num_rows * kPanelBlocks;
+  const std::int64_t row_blocks = args.num_inputs / kBlockInputs;
+  const bool is_few = args.num_rows <= kFewRows;
+  const std::int64_t num_panels = is_few ? 1 : (row_blocks + kPanelBlocks - 1) / kPanelBlocks;
+  const std::int64_t panel_blocks = (row_blocks + num_panels - 1) / num_panels;
+  const std::int64_t num_blocks = num_panels * args.num_rows * panel_blocks;
   constexpr std::int64_t kWords = (kBlockInputs + sizeof(Scale)) / sizeof(float);
   float* memory = scratch(1, static_cast<std::size_t>(num_blocks * kWords));
   auto* scales = reinterpret_cast<Scale*>(memory + num_blocks * kBlockInputs / 4);
-  QuantizeJob job{args, {reinterpret_cast<std::int8_t*>(memory), scales, args.num_rows}};
-  if (args.num_rows <= kFewRows) {
+  QuantizeJob job{args, {reinterpret_cast<std::int8_t*>(memory), scales, args.num_rows, panel_blocks}};
+  if (is_few) {
     for (std::int64_t row = 0; row < args.num_rows; ++row) {
       job(row);
     }

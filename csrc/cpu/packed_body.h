@@ -19,6 +19,7 @@ constexpr int kFewRows = 1;
 constexpr std::int64_t kPanelBlocks = 24;     // blocks of 32 inputs, at most, that are expanded for many rows at once
 constexpr std::int64_t kPanelTiles = 2;       // tiles beside each other then
 constexpr std::int64_t kPanelRows = 128;      // rows that they serve
+constexpr std::int64_t kGroupTiles = 8;       // tiles, at most, that meet these rows' panel while it is in the cache
 constexpr std::int64_t kItemBytes = 1 << 16;  // of weight that few rows read at a time
 constexpr std::int64_t kPiecesMax = 8;
 constexpr std::int64_t kFetchAhead = 4096;  // bytes: the hardware stops at the end of a page
@@ -230,10 +231,8 @@ struct PackedJob {
       if (args.num_rows <= kFewRows) {
         few_rows<F>(job, first_tile, num_tiles);
       } else {
-        for (std::int64_t tile = first_tile; tile < first_tile + num_tiles; tile += kPanelTiles) {
-          const std::int64_t rows_left = args.num_rows - first_row;
-          many_rows<F>(job, tile, first_row, rows_left < kPanelRows ? rows_left : kPanelRows);
-        }
+        const std::int64_t rows_left = args.num_rows - first_row;
+        many_rows<F>(job, first_tile, num_tiles, first_row, rows_left < kPanelRows ? rows_left : kPanelRows);
       }
     });
   }
@@ -283,40 +282,54 @@ struct PackedJob {
     }
   }
 
-  // Two tiles, of which the second may lie behind the last; then it is computed from the first and dropped.
+  // Some tiles, panel by panel of the rows' activations.
   template <typename F>
-  void many_rows(const PieceJob& job, std::int64_t tile, std::int64_t first_row, std::int64_t num_rows) const {
+  void many_rows(const PieceJob& job, std::int64_t first_tile, std::int64_t num_tiles, std::int64_t first_row,
+                 std::int64_t num_rows) const {
+    const std::int64_t num_blocks = args.num_inputs / kBlockInputs;
+    const std::int64_t pair_sums = num_rows * kPanelTiles * kTileRows;
+    const auto num_sums = static_cast<std::size_t>(pair_sums * (num_tiles + 1) / kPanelTiles);
+    float* sums = scratch(0, num_sums);
+    __builtin_memset(sums, 0, num_sums * sizeof(float));
+    for (std::int64_t panel = 0; panel * rows.panel_blocks < num_blocks; ++panel) {
+      for (std::int64_t place = 0; place < num_tiles; place += kPanelTiles) {
+        add_pair<F>(job, first_tile + place, panel, first_row, num_rows, sums + place / kPanelTiles * pair_sums);
+      }
+    }
+  }
+
+  // One panel of two tiles, of which the second may lie behind the last; then it is computed from the first and
+  // dropped. Their results are complete with the last panel.
+  template <typename F>
+  void add_pair(const PieceJob& job, std::int64_t tile, std::int64_t panel_index, std::int64_t first_row,
+                std::int64_t num_rows, float* sums) const {
     constexpr std::int64_t kParts = F::kInputs / kBlockInputs;
     using Panel = typename F::Of[kPanelTiles];
-    const std::int64_t num_blocks = args.num_inputs / kBlockInputs;
+    const std::int64_t first = panel_index * rows.panel_blocks;
+    const std::int64_t left = args.num_inputs / kBlockInputs - first;
+    const std::int64_t size = left < rows.panel_blocks ? left : rows.panel_blocks;
+    const bool is_last = size == left;
     const bool has_second = tile + 1 < job.num_tiles;
     const Byte* sources[kPanelTiles] = {tile_at<F>(job, tile), tile_at<F>(job, has_second ? tile + 1 : tile)};
     auto* panel = reinterpret_cast<Panel*>(scratch(2, kPanelBlocks * sizeof(Panel) / sizeof(float)));
-    float* sums = scratch(0, static_cast<std::size_t>(num_rows * kPanelTiles * kTileRows));
-    __builtin_memset(sums, 0, static_cast<std::size_t>(num_rows * kPanelTiles * kTileRows) * sizeof(float));
-    std::int64_t panel_index = 0;
-    for (std::int64_t first = 0; first < num_blocks; first += rows.panel_blocks, ++panel_index) {
-      const std::int64_t size = num_blocks - first < rows.panel_blocks ? num_blocks - first : rows.panel_blocks;
-      const bool is_last = first + size == num_blocks;
-      for (std::int64_t i = 0; i < size; ++i) {
-        const std::int64_t block = (first + i) / kParts;
-        const int part = static_cast<int>((first + i) % kParts);
-        for (std::int64_t side = 0; side < kPanelTiles; ++side) {
-          F::expand(sources[side] + block * F::kBytes, part, panel[i][side]);
-        }
-      }
-      std::int64_t row = 0;
-      for (; row + kFewRows <= num_rows; row += kFewRows) {
-        for (std::int64_t i = 0; is_last && i < kFewRows; ++i) {
-          fetch_output(first_row + row + i, job.first_output + tile * kTileRows);
-        }
-        add_panel<F, kFewRows>(first_row + row, panel_index, panel[0], size, sums + row * kPanelTiles * kTileRows);
-      }
-      for (; row < num_rows; ++row) {
-        add_panel<F, 1>(first_row + row, panel_index, panel[0], size, sums + row * kPanelTiles * kTileRows);
+    for (std::int64_t i = 0; i < size; ++i) {
+      const std::int64_t block = (first + i) / kParts;
+      const int part = static_cast<int>((first + i) % kParts);
+      for (std::int64_t side = 0; side < kPanelTiles; ++side) {
+        F::expand(sources[side] + block * F::kBytes, part, panel[i][side]);
       }
     }
-    for (std::int64_t row = 0; row < num_rows; ++row) {
+    std::int64_t row = 0;
+    for (; row + kFewRows <= num_rows; row += kFewRows) {
+      for (std::int64_t i = 0; is_last && i < kFewRows; ++i) {
+        fetch_output(first_row + row + i, job.first_output + tile * kTileRows);
+      }
+      add_panel<F, kFewRows>(first_row + row, panel_index, panel[0], size, sums + row * kPanelTiles * kTileRows);
+    }
+    for (; row < num_rows; ++row) {
+      add_panel<F, 1>(first_row + row, panel_index, panel[0], size, sums + row * kPanelTiles * kTileRows);
+    }
+    for (row = 0; is_last && row < num_rows; ++row) {
       const float* own = sums + row * kPanelTiles * kTileRows;
       finish(job, first_row + row, tile, load_vector<Vec8>(own));
       if (has_second) {
@@ -413,7 +426,9 @@ void packed_linear(const PackedLinearArgs& args) {
     const std::int64_t tile_bytes = kTileRows * args.num_inputs / shape.inputs * shape.bytes;
     const std::int64_t even = num_tiles / (4 * num_threads()) + 1;
     const std::int64_t most = kItemBytes / tile_bytes + 1;
-    const std::int64_t tiles_an_item = is_few ? (even < most ? even : most) : kPanelTiles;
+    const std::int64_t pairs = num_tiles * job.num_row_blocks / (kPanelTiles * 4 * num_threads()) + 1;
+    const std::int64_t group = pairs * kPanelTiles < kGroupTiles ? pairs * kPanelTiles : kGroupTiles;
+    const std::int64_t tiles_an_item = is_few ? (even < most ? even : most) : group;
     job.pieces[index] = {&piece, first_output, job.num_items, num_tiles, tiles_an_item};
     job.num_items += (num_tiles + tiles_an_item - 1) / tiles_an_item * job.num_row_blocks;
     first_output += piece.num_outputs;

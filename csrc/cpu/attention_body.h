@@ -7,132 +7,13 @@
 // and a long decode can give its spans to several threads.
 #pragma once
 
-#include "simd.h"
+#include "attention_tile.h"
 
 namespace tokenspeed::cpu {
 namespace {
 
-constexpr std::int64_t kTile = 32;
 constexpr std::int64_t kSpan = 256;
 constexpr std::int64_t kTokenBlock = 16;  // tokens of a row that share their tiles
-constexpr float kNoScore = -1e30F;
-
-// Softmax of one query so far: values is the sum of exp(score - top) * v, total the sum of exp(score - top).
-struct Softmax {
-  float* values;
-  float top;
-  float total;
-};
-
-struct Tile {
-  const float* keys[kTile];
-  const float* values[kTile];
-};
-
-TOKENSPEED_INLINE std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-TOKENSPEED_INLINE std::int64_t max_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
-
-TOKENSPEED_INLINE void clear(Softmax& state, std::int64_t width) {
-  state.top = kNoScore;
-  state.total = 0.0F;
-  __builtin_memset(state.values, 0, static_cast<std::size_t>(width) * sizeof(float));
-}
-
-// kVectors vectors of values: values = values * decay + sum over t of weights[t] * v[t].
-template <int kVectors>
-TOKENSPEED_INLINE void add_values(float* values, const Tile& tile, const float* weights, std::int64_t first,
-                                  std::int64_t last, std::int64_t offset, float decay) {
-  Vec sums[kVectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i) {
-    sums[i] = load(values + offset + i * kLanes) * decay;
-  }
-  for (std::int64_t t = first; t < last; ++t) {
-    const float* source = tile.values[t] + offset;
-    const Vec weight = splat(weights[t]);
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i) {
-      sums[i] += weight * load(source + i * kLanes);
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i) {
-    store(values + offset + i * kLanes, sums[i]);
-  }
-}
-
-// Scores of the positions [first, last) of a tile, kNoScore elsewhere; returns the largest.
-__attribute__((noinline)) float tile_scores(const AttentionArgs& args, const float* query, std::int64_t width,
-                                            const Tile& tile, std::int64_t first, std::int64_t last, float* scores) {
-  float top = kNoScore;
-  for (std::int64_t group = 0; group < kTile; group += 8) {
-    if (group + 8 <= first || group >= last) {
-      for (int i = 0; i < 8; ++i) {
-        scores[group + i] = kNoScore;
-      }
-      continue;
-    }
-    Vec sums[8] = {};
-    for (std::int64_t i = 0; i < width; i += kLanes) {
-      const Vec q = load(query + i);
-#pragma GCC unroll 8
-      for (int t = 0; t < 8; ++t) {
-        sums[t] += q * load(tile.keys[group + t] + i);
-      }
-    }
-    const Vec8 totals = sum_each(sums);
-    for (int i = 0; i < 8; ++i) {
-      float score = totals[i] * args.scale;
-      if (args.soft_cap > 0.0F) {
-        score = args.soft_cap * __builtin_tanhf(score / args.soft_cap);
-      }
-      const bool is_seen = group + i >= first && group + i < last;
-      scores[group + i] = is_seen ? score : kNoScore;
-      top = is_seen && score > top ? score : top;
-    }
-  }
-  return top;
-}
-
-// Adds the positions [first, last) of a tile to one query's softmax.
-__attribute__((noinline)) void add_tile(const AttentionArgs& args, const float* query, std::int64_t width,
-                                        const Tile& tile, std::int64_t first, std::int64_t last, Softmax& state) {
-  float weights[kTile];
-  const float tile_top = tile_scores(args, query, width, tile, first, last, weights);
-  const float top = tile_top > state.top ? tile_top : state.top;
-  const float decay = exp(state.top - top);
-  Vec total = Vec{};
-  for (std::int64_t i = 0; i < kTile; i += kLanes) {
-    const Vec score = load(weights + i);
-    const Vec weight = score > splat(kNoScore) ? exp(score - top) : Vec{};
-    store(weights + i, weight);
-    total += weight;
-  }
-  state.top = top;
-  state.total = state.total * decay + sum(total);
-  std::int64_t offset = 0;
-  for (; offset + 8 * kLanes <= width; offset += 8 * kLanes) {
-    add_values<8>(state.values, tile, weights, first, last, offset, decay);
-  }
-  for (; offset + 2 * kLanes <= width; offset += 2 * kLanes) {
-    add_values<2>(state.values, tile, weights, first, last, offset, decay);
-  }
-  for (; offset < width; offset += kLanes) {
-    add_values<1>(state.values, tile, weights, first, last, offset, decay);
-  }
-}
-
-// Folds a span's softmax into the sum over the spans before it.
-__attribute__((noinline)) void merge(Softmax& sum, const Softmax& span, std::int64_t width) {
-  const float top = span.top > sum.top ? span.top : sum.top;
-  const float keep = exp(sum.top - top);
-  const float take = exp(span.top - top);
-  sum.top = top;
-  sum.total = sum.total * keep + span.total * take;
-  for (std::int64_t i = 0; i < width; i += kLanes) {
-    store(sum.values + i, load(sum.values + i) * keep + load(span.values + i) * take);
-  }
-}
 
 template <typename T>
 TOKENSPEED_INLINE void widen(const T* source, float* target, std::int64_t size, std::int64_t width) {
@@ -266,20 +147,50 @@ struct AttentionJob {
     for (std::int64_t query = 0; query < num_queries; ++query) {
       clear(states[query], width);
     }
-    float* copies = scratch(1, static_cast<std::size_t>(2 * kTile * width));
+    float* copies = scratch(1, static_cast<std::size_t>(3 * kTile * width));
     Tile tile;
     const std::int64_t seen_end = position(block, block.num_tokens - 1) + 1;
     const std::int64_t end = min_of((span + 1) * kSpan, seen_end);
     const std::int64_t seen_start = max_of(span * kSpan, window_start(position(block, 0)));
     for (std::int64_t start = seen_start / kTile * kTile; start < end; start += kTile) {
       load_tile(block, start, end, copies, tile);
-      for (std::int64_t token = 0; token < block.num_tokens; ++token) {
-        const std::int64_t at = position(block, token);
-        const std::int64_t first = max_of(0, window_start(at) - start);
-        const std::int64_t last = min_of(kTile, at + 1 - start);
-        for (std::int64_t head = 0; head < num_group && first < last; ++head) {
-          const std::int64_t query = token * num_group + head;
-          add_tile(args, queries + query * width, width, tile, first, last, states[query]);
+      if (block.num_tokens > 1) {
+        attend_turned(block, start, queries, tile, copies + 2 * kTile * width, states);
+        continue;
+      }
+      const Seen seen = seen_of(block, 0, start);
+      for (std::int64_t query = 0; query < num_queries && seen.first < seen.last; ++query) {
+        float weights[kTile] = {};
+        multiply_keys(queries + query * width, width, tile, seen.first, seen.last, weights);
+        add_tile(args, width, tile, seen.first, seen.last, weights, states[query]);
+      }
+    }
+  }
+
+  // What a token sees of the tile that begins at `start`.
+  struct Seen {
+    std::int64_t first, last;
+  };
+
+  [[nodiscard]] Seen seen_of(const QueryBlock& block, std::int64_t token, std::int64_t start) const {
+    const std::int64_t at = position(block, token);
+    return {max_of(0, window_start(at) - start), min_of(kTile, at + 1 - start)};
+  }
+
+  // Many queries and a tile, some at a time; the last ones are taken twice where they do not come out even. Where there
+  // are fewer, whatever follows them is computed too and dropped.
+  void attend_turned(const QueryBlock& block, std::int64_t start, const float* queries, const Tile& tile, float* turned,
+                     Softmax* states) const {
+    const std::int64_t num_queries = block.num_tokens * num_group;
+    turn_keys(tile, width, turned);
+    float weights[kQueries * kTile];
+    for (std::int64_t done = 0; done < num_queries;) {
+      const std::int64_t first = num_queries < kQueries ? 0 : min_of(done, num_queries - kQueries);
+      multiply_turned(queries + first * width, width, turned, weights);
+      for (; done < min_of(first + kQueries, num_queries); ++done) {
+        const Seen seen = seen_of(block, done / num_group, start);
+        if (seen.first < seen.last) {
+          add_tile(args, width, tile, seen.first, seen.last, weights + (done - first) * kTile, states[done]);
         }
       }
     }
@@ -295,7 +206,7 @@ struct AttentionJob {
   // A whole block: its spans one after another.
   void attend_block(const QueryBlock& block) const {
     const std::int64_t num_queries = block.num_tokens * num_group;
-    float* queries = scratch(0, static_cast<std::size_t>(3 * num_queries * width));
+    float* queries = scratch(0, static_cast<std::size_t>((3 * num_queries + kQueries) * width));
     float* sum_values = queries + num_queries * width;
     float* span_values = sum_values + num_queries * width;
     auto* sums = reinterpret_cast<Softmax*>(
@@ -321,7 +232,7 @@ struct AttentionJob {
   // One span of a block, left in `partial`: top, total and values of each query.
   void attend_partial(const QueryBlock& block, std::int64_t span, float* partial) const {
     const std::int64_t num_queries = block.num_tokens * num_group;
-    float* queries = scratch(0, static_cast<std::size_t>(num_queries * width));
+    float* queries = scratch(0, static_cast<std::size_t>((num_queries + kQueries) * width));
     auto* states =
         reinterpret_cast<Softmax*>(scratch(2, static_cast<std::size_t>(num_queries) * sizeof(Softmax) / sizeof(float)));
     for (std::int64_t query = 0; query < num_queries; ++query) {

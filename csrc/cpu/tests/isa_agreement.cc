@@ -147,24 +147,26 @@ void check_packed(const Kernels& set, PackedFormat format, DType dtype, std::int
 
 constexpr float kSinks[] = {0.5F, -3.0F, 40.0F, -100.0F, 1.0F, 0.0F};  // one for each head
 
+template <std::int64_t kKvHeads = 2>
 void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, std::int64_t seq_len,
                      std::int64_t head_dim, std::int64_t window, const float* sinks = nullptr) {
-  constexpr std::int64_t kHeads = 6, kKvHeads = 2, kBlock = 16;
+  constexpr std::int64_t kHeads = 6, kBlock = 16;
   const std::int64_t num_pages = (seq_len + kBlock - 1) / kBlock;
   const auto q = random_values(static_cast<std::size_t>(query_len * kHeads * head_dim), dtype);
   const auto pool_size = static_cast<std::size_t>(num_pages * kBlock * kKvHeads * head_dim);
   const auto k = random_values(pool_size, dtype);
   const auto v = random_values(pool_size, dtype);
-  const std::vector<std::int32_t> starts{0, static_cast<std::int32_t>(query_len)};
-  const std::vector<std::int32_t> lens{static_cast<std::int32_t>(seq_len)};
   std::vector<std::int32_t> table;
   for (std::int64_t page = num_pages; page > 0; --page) {
     table.push_back(static_cast<std::int32_t>(page - 1));
   }
   const std::int64_t slot = kKvHeads * head_dim;
-  const auto out_count = static_cast<std::size_t>(query_len * kHeads * head_dim);
-  check("paged_attention", set, out_count, dtype, [&](const Kernels& kernels, void* out) {
-    kernels.paged_attention({.q = q.data(),
+  const std::int64_t item_size = dtype == DType::kFloat32 ? 4 : 2;
+  const std::int64_t token_bytes = kHeads * head_dim * item_size;
+  auto attend = [&](const Kernels& kernels, std::int64_t first, std::int64_t count, void* out) {
+    const std::vector<std::int32_t> starts{0, static_cast<std::int32_t>(count)};
+    const std::vector<std::int32_t> lens{static_cast<std::int32_t>(seq_len - query_len + first + count)};
+    kernels.paged_attention({.q = q.data() + first * token_bytes,
                              .k_pages = k.data(),
                              .v_pages = v.data(),
                              .out = out,
@@ -173,7 +175,7 @@ void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, st
                              .block_tables = table.data(),
                              .sinks = sinks,
                              .num_rows = 1,
-                             .num_tokens = query_len,
+                             .num_tokens = count,
                              .num_heads = kHeads,
                              .num_kv_heads = kKvHeads,
                              .head_dim = head_dim,
@@ -191,7 +193,22 @@ void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, st
                              .window = window,
                              .soft_cap = 0.0F,
                              .dtype = dtype});
-  });
+  };
+  const auto out_count = static_cast<std::size_t>(query_len * kHeads * head_dim);
+  check("paged_attention", set, out_count, dtype,
+        [&](const Kernels& kernels, void* out) { attend(kernels, 0, query_len, out); });
+  // Many queries meet keys in another layout than one does.
+  std::vector<char> whole(static_cast<std::size_t>(query_len * token_bytes));
+  std::vector<char> alone(whole.size());
+  attend(set, 0, query_len, whole.data());
+  for (std::int64_t token = 0; token < query_len; ++token) {
+    attend(set, token, 1, alone.data() + token * token_bytes);
+  }
+  if (std::memcmp(alone.data(), whole.data(), whole.size()) != 0) {
+    std::printf("paged_attention: %s: a token depends on its chunk (head_dim %d)\n", set.isa,
+                static_cast<int>(head_dim));
+    num_failures += 1;
+  }
 }
 
 void check_elementwise(const Kernels& set, DType dtype, std::int64_t rows, std::int64_t size) {
@@ -241,6 +258,7 @@ void check_set(const Kernels& set) {
       check_attention(set, dtype, 40, 70, head_dim, 0);
       check_attention(set, dtype, 20, 700, head_dim, 50);
       check_attention(set, dtype, 3, 40, head_dim, 0, kSinks);
+      check_attention<6>(set, dtype, 3, 300, head_dim, 0);
     }
   }
   std::printf("%s: compared with base\n", set.isa);

@@ -24,7 +24,8 @@ Kernels TOKENSPEED_NAME(TOKENSPEED_ISA)() {
           rms_norm,
           rotary,
           gated,
-          kv_write};
+          kv_write,
+          most_likely};
 }
 
 }  // namespace tokenspeed::cpu

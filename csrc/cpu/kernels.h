@@ -76,6 +76,15 @@ struct GatedArgs {
   DType dtype;
 };
 
+// token_ids[r] = the first index of the highest number of row r; is_faulty[r] = 1, and the index 0, where that is not
+// finite or a number is not a number.
+struct MostLikelyArgs {
+  const float* logits;
+  std::int64_t* token_ids;
+  std::int64_t* is_faulty;
+  std::int64_t num_rows, size, stride;
+};
+
 struct KvWriteArgs {
   const void* source;
   void* pages;
@@ -124,6 +133,7 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&);
   void (*gated)(const GatedArgs&);
   void (*kv_write)(const KvWriteArgs&);
+  void (*most_likely)(const MostLikelyArgs&);
 };
 
 // The best set that this machine runs.

@@ -3,7 +3,7 @@
 
 API, engine loop and runner are threads of this process, as LLM has them; the kernels are the one call of the op
 decode_step, of which only the calling thread counts. Processor time is what each part takes from the other threads; the
-machine may be shared, so the least of several rounds counts. `wall` is by the clock, of the round that took least.
+machine may be shared, so the least of several rounds counts. `wall` is by the clock.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Microseconds a step, by part."""
-    module = require_cpu_module()
+    module: Any = require_cpu_module()
     kernels = Kernels(module.decode_step)
     module.decode_step = kernels  # before a model is prepared, which keeps it
     params = SamplingParams(

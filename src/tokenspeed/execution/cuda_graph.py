@@ -87,7 +87,7 @@ def _table(size: StepSize, buffers: InputBuffers) -> tuple[Section, ...]:
     tokens, rows, seats = size.tokens, size.rows, buffers.seats
 
     def slots(group: int) -> Section:
-        return Section(f"slots_{group}", tokens, np.int64, lambda given: given.inputs.own.slots_GT[group])
+        return Section(f"slots_{group}", tokens, np.int64, lambda given: buffers.slots(given.inputs.own, group))
 
     def of(name: str, dtype: type[np.generic], source: Callable[[_Given], Any], padding: float | None = 0) -> Section:
         return Section(name, rows, dtype, source, padding)
@@ -165,7 +165,7 @@ class StepGraphs:
     def fitting(self, inputs: StepInputs) -> StepSize | None:
         """The least of the sizes that holds a step."""
         num_tokens, num_rows = len(inputs.sources_T), len(inputs.seats_R)
-        if num_tokens == num_rows == len(inputs.sampled_rows_S) and bool((inputs.sources_T < 0).all()):
+        if inputs.only_decodes:
             place = bisect.bisect_left(self._decode, num_rows, key=lambda size: size.rows)
             return self._decode[place] if place < len(self._decode) else None
         fits = (size for size in self._mixed if size.tokens >= num_tokens and size.rows >= num_rows)

@@ -20,6 +20,7 @@ from tokenspeed.execution.host_copies import Download
 from tokenspeed.execution.logprobs import ScoredTokens
 
 BoolArray = NDArray[np.bool_]
+Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,15 @@ class SamplerOutput:
 
 
 class Drawn:
-    """The tokens of a step. told_2S: int64 on the device, token ids and whether rows are faulty; the first num_rows
-    count. lost_S: rows that are faulty for reasons of the host. scored: some rows, and their log-probabilities.
-    on_read: called once, with what has come, before anybody sees it. is_known: the next step finds the tokens already.
+    """The tokens of a step. told_2S: int64, token ids and whether rows are faulty; the first num_rows count. On the
+    device, or an array where that is the host: calls of torch cost much of a short step. lost_S: rows that are faulty
+    for reasons of the host. scored: some rows, and their log-probabilities. on_read: called once, with what has come,
+    before anybody sees it. is_known: the next step finds the tokens already.
     """
 
     def __init__(
         self,
-        told_2S: torch.Tensor,
+        told_2S: torch.Tensor | Int64Array,
         num_rows: int,
         lost_S: BoolArray | None = None,
         scored: tuple[Sequence[int], ScoredTokens] | None = None,
@@ -49,7 +51,7 @@ class Drawn:
     ) -> None:
         self.is_known = is_known
         self.told_2S = told_2S
-        self._told = Download(told_2S)
+        self._told: Int64Array | Download = told_2S if isinstance(told_2S, np.ndarray) else Download(told_2S)
         self._num_rows = num_rows
         self._lost_S = lost_S
         self._scored = scored
@@ -58,7 +60,7 @@ class Drawn:
         self._output: SamplerOutput | None = None
 
     @property
-    def token_ids_S(self) -> torch.Tensor:
+    def token_ids_S(self) -> torch.Tensor | Int64Array:
         """(S,) int64 on the device."""
         return self.told_2S[0, : self._num_rows]
 
@@ -72,7 +74,8 @@ class Drawn:
             return self._output
 
     def _read(self) -> SamplerOutput:
-        told = self._told.wait()[0][:, : self._num_rows]
+        told_2S = self._told.wait()[0] if isinstance(self._told, Download) else self._told
+        told = told_2S[:, : self._num_rows]
         is_faulty_S = told[1].astype(np.bool_)
         if self._lost_S is not None:
             is_faulty_S |= self._lost_S

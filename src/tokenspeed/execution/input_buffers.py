@@ -31,18 +31,20 @@ from tokenspeed.spmd.step import StepInput
 
 Int64Array = NDArray[np.int64]
 _PREFILL, _DECODE = int(RowKind.PREFILL), int(RowKind.DECODE)
+_UNCHANGING = np.array([field for field in RowField if field != RowField.CONTEXT_LEN])
+"""What stays the same of a row that decodes, step after step."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """What attention of this rank's partition needs, on the host. places_R: seats, counted from the partition's first.
-    slots_GT: page * block_size + offset of each token, for each cache group."""
+    """What attention of this rank's partition needs, on the host. places_R, and places_T of each token: seats, counted
+    from the partition's first."""
 
     places_R: Int64Array
+    places_T: Int64Array
     query_start: Int64Array
     seq_lens_R: Int64Array
     positions_T: Int64Array
-    slots_GT: tuple[Int64Array, ...]
 
     @property
     def max_query_len(self) -> int:
@@ -55,11 +57,14 @@ class OwnRows:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step as the host knows it: the rows of a plan, partition after partition. order_R: a row's place in the plan.
-    seq_lens_R: tokens of the row with those of the step. sampled_rows_S: indices into the rows. position_S: the index
-    that a sampled token takes in its sequence. sources_T: ids of the tokens; -1 - seat stands for the seat's last
-    token, which only the device knows."""
+    """A step as the host knows it: the rows of a plan, partition after partition. only_decodes: each row computes one
+    token and samples one. order_R: a row's place in the plan. seq_lens_R: tokens of the row with those of the step.
+    sampled_rows_S: indices into the rows, and seats_S their seats. position_S: the index that a sampled token takes in
+    its sequence. sources_T: ids of the tokens; -1 - seat stands for the seat's last token, which only the device knows.
 
+    Nobody changes the arrays: steps that decode the same rows share most of them."""
+
+    only_decodes: bool
     tokens_of_partitions: tuple[int, ...]
     order_R: Int64Array
     seats_R: Int64Array
@@ -68,16 +73,15 @@ class StepInputs:
     seq_lens_R: Int64Array
     query_start: Int64Array
     sampled_rows_S: Int64Array
+    seats_S: Int64Array
+    position_S: Int64Array
     sources_T: Int64Array
     own: OwnRows
 
     @property
-    def seats_S(self) -> Int64Array:
-        return self.seats_R[self.sampled_rows_S]
-
-    @property
-    def position_S(self) -> Int64Array:
-        return self.seq_lens_R[self.sampled_rows_S]
+    def is_plain(self) -> bool:
+        """Whether it only decodes, its rows in the order of the plan."""
+        return self.only_decodes and len(self.tokens_of_partitions) == 1
 
     @property
     def sampled_tokens_S(self) -> Int64Array:
@@ -133,7 +137,9 @@ class InputBuffers:
         self._num_blocks = np.array([group.num_blocks for group in size.groups])
         self._may_expire = np.array([group.kind == GroupKind.WINDOW for group in size.groups])
         self.last_token = torch.zeros(seats.num_seats + 1, dtype=torch.int64, device=device)
+        self._last_token_on_host: Int64Array | None = self.last_token.numpy() if device.type == "cpu" else None
         self.seq_len = np.zeros(seats.num_seats, dtype=np.int64)
+        self._decoded: tuple[bytes, slice, StepInputs] | None = None
 
     @property
     def page_tables(self) -> Int32Array:
@@ -142,7 +148,12 @@ class InputBuffers:
 
     def apply(self, plan: StepPlan) -> None:
         """Take in what the plan changes in page tables and pages."""
-        seats, delta = plan.seated[:, 0], plan.page_delta
+        if len(plan.seated) or len(plan.page_delta):
+            self._change_tables(plan.seated[:, 0], plan.page_delta)
+        if len(plan.copy) or len(plan.zero):
+            self._change_pages(plan)
+
+    def _change_tables(self, seats: Int32Array, delta: Int32Array) -> None:
         self.seq_len[seats] = 0
         if len(delta):
             delta = delta[self.seats.is_own(delta[:, 0])]
@@ -151,9 +162,10 @@ class InputBuffers:
             assert groups.max(initial=0) < num_groups, f"no cache group {groups.max()} of {num_groups}"
             assert ((pages > 0) | self._may_expire[groups]).all(), "page delta hands out the null page"
             assert (pages <= most[groups]).all(), (pages.max(), most)
-        if len(seats) or len(delta):
-            first = np.array([self.seats.first, 0, 0, 0], dtype=np.int32)
-            self.tables.change(seats[self.seats.is_own(seats)] - first[0], delta - first)
+        first = np.array([self.seats.first, 0, 0, 0], dtype=np.int32)
+        self.tables.change(seats[self.seats.is_own(seats)] - first[0], delta - first)
+
+    def _change_pages(self, plan: StepPlan) -> None:
         for group in _groups_of(plan.copy):
             pairs = plan.copy[plan.copy[:, 0] == group]
             copy_pages(self._layers_of(group), self._tensor(pairs[:, 1]).long(), self._tensor(pairs[:, 2]).long())
@@ -163,23 +175,62 @@ class InputBuffers:
 
     def read(self, plan: StepPlan) -> StepInputs:
         """The step of this plan. Decode rows come first in each partition."""
+        if len(plan.token_ids) or not len(plan.rows):
+            return self._read(plan)[0]
+        unchanging = plan.rows.take(_UNCHANGING, axis=1).tobytes()
+        if self._decoded is not None and self._decoded[0] == unchanging:
+            return self._decodes_again(*self._decoded[1:])
+        inputs, own = self._read(plan)
+        self._decoded = unchanging, own, inputs
+        return inputs
+
+    def _read(self, plan: StepPlan) -> tuple[StepInputs, slice]:
+        """The step, and which of its rows are this rank's."""
         planned = plan.rows.astype(np.int64)
         order_R, tokens_of_partitions, own = self._partitions(planned)
         seats_R, kinds_R, planned_lens_R, query_lens_R, draft_lens_R = planned[order_R].T
         assert not draft_lens_R.any(), "this runner verifies no drafts"
-        context_lens_R = np.where(kinds_R == _DECODE, self.seq_len[seats_R], planned_lens_R)
+        is_decode_R = kinds_R == _DECODE
+        context_lens_R = np.where(is_decode_R, self.seq_len[seats_R], planned_lens_R)
         seq_lens_R = context_lens_R + query_lens_R
-        return StepInputs(
+        sampled_rows_S = np.flatnonzero(kinds_R != _PREFILL)
+        sources_T = self._sources(plan, planned, order_R)
+        inputs = StepInputs(
+            bool(is_decode_R.all()) and len(sources_T) == len(planned),
             tokens_of_partitions,
             order_R,
-            seats_R,
+            np.ascontiguousarray(seats_R),
             kinds_R,
             context_lens_R,
             seq_lens_R,
             _starts(query_lens_R),
-            np.flatnonzero(kinds_R != _PREFILL),
-            self._sources(plan, planned, order_R),
+            sampled_rows_S,
+            seats_R[sampled_rows_S],
+            seq_lens_R[sampled_rows_S],
+            sources_T,
             self._own(seats_R[own], context_lens_R[own], seq_lens_R[own], query_lens_R[own]),
+        )
+        return inputs, own
+
+    def _decodes_again(self, own: slice, last: StepInputs) -> StepInputs:
+        """The rows of a step that only decoded, at the place where they are now."""
+        context_lens_R = self.seq_len[last.seats_R]
+        seq_lens_R = context_lens_R + 1
+        rows = last.own
+        return StepInputs(
+            last.only_decodes,
+            last.tokens_of_partitions,
+            last.order_R,
+            last.seats_R,
+            last.kinds_R,
+            context_lens_R,
+            seq_lens_R,
+            last.query_start,
+            last.sampled_rows_S,
+            last.seats_S,
+            seq_lens_R,
+            last.sources_T,
+            OwnRows(rows.places_R, rows.places_T, rows.query_start, seq_lens_R[own], context_lens_R[own]),
         )
 
     def _partitions(self, planned: Int64Array) -> tuple[Int64Array, tuple[int, ...], slice]:
@@ -209,8 +260,8 @@ class InputBuffers:
             max_query_len=own.max_query_len,
             max_seq_len=own.max_seq_len,
             groups=tuple(
-                GroupTables(self._tensor(slots_T), tables[:, :num_blocks].index_select(0, places_R))
-                for slots_T, tables in zip(own.slots_GT, all_tables, strict=True)
+                GroupTables(self._tensor(self.slots(own, group)), tables[:, :num_blocks].index_select(0, places_R))
+                for group, tables in enumerate(all_tables)
             ),
             kv_layers=self.kv_layers,
         )
@@ -222,13 +273,24 @@ class InputBuffers:
         """(T,) int64 of StepInputs.sources_T on the device."""
         return torch.where(sources_T < 0, self.last_token[(-1 - sources_T).clamp_(min=0)], sources_T)
 
+    def slots(self, own: OwnRows, group: int) -> Int64Array:
+        """(T,): page * block_size + offset of each token of this rank's partition, in a cache group; before the next
+        plan is applied."""
+        block_index_T, offset_T = np.divmod(own.positions_T, self.block_size)
+        pages_T: Int64Array = self.tables.on_host[group][own.places_T, block_index_T].astype(np.int64)
+        return pages_T * self.block_size + offset_T
+
     def advance(self, inputs: StepInputs) -> None:
         """The step was launched: the K/V of all its rows will be there for the next one."""
         self.seq_len[inputs.seats_R] = inputs.seq_lens_R
 
-    def commit(self, inputs: StepInputs, token_ids_S: torch.Tensor) -> None:
+    def commit(self, inputs: StepInputs, token_ids_S: torch.Tensor | Int64Array) -> None:
         """These tokens, int64 on the device, are the last of the sampled seats."""
-        self.last_token.index_copy_(0, self._tensor(inputs.seats_S), token_ids_S)
+        if self._last_token_on_host is not None:
+            self._last_token_on_host[inputs.seats_S] = token_ids_S
+        else:
+            assert isinstance(token_ids_S, torch.Tensor), token_ids_S
+            self.last_token.index_copy_(0, self._tensor(inputs.seats_S), token_ids_S)
 
     def _sources(self, plan: StepPlan, planned: Int64Array, order_R: Int64Array) -> Int64Array:
         """(T,) of all rows in the order of the step."""
@@ -256,12 +318,7 @@ class InputBuffers:
         else:
             positions_T = np.arange(query_start[-1]) + np.repeat(context_lens_R - query_start[:-1], query_lens_R)
             places_T = np.repeat(places_R, query_lens_R)
-        block_index_T, offset_T = np.divmod(positions_T, self.block_size)
-        slots_GT = tuple(
-            tables[places_T, block_index_T].astype(np.int64) * self.block_size + offset_T
-            for tables in self.tables.on_host
-        )
-        return OwnRows(places_R, query_start, seq_lens_R, positions_T, slots_GT)
+        return OwnRows(places_R, places_T, query_start, seq_lens_R, positions_T)
 
     def _layers_of(self, group: int) -> list[KvLayer]:
         return [layer for layer in self.kv_layers if layer.group == group]

@@ -20,34 +20,33 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tokenspeed.checkpoints import ModelSource, ProgressFn
 from tokenspeed.core.config import EngineConfig, WeightsForm
 from tokenspeed.core.errors import CapacityError, CheckpointError, StartError
 from tokenspeed.core.ipc import KernelBinding, Vocabulary
-from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan, StepResult
-from tokenspeed.core.request import SamplingParams, TokenLogprobs
+from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan
+from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution import kv_cache, placement
 from tokenspeed.execution.cuda_graph import DECODE_ROWS_MAX, TOKENS_MAX, StepGraphs, step_sizes
-from tokenspeed.execution.drawn import SamplerOutput
 from tokenspeed.execution.forward import Forward
+from tokenspeed.execution.host_step import HostStep
 from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
 from tokenspeed.execution.outputs import PromptLogprobs, RunnerInfo, StepHandle, StepOutput
 from tokenspeed.execution.packing import NOTHING_PACKED, plan_packing
 from tokenspeed.execution.prompt_logprobs import PromptScorer
 from tokenspeed.execution.ranked_sampler import RankedSampler
-from tokenspeed.execution.sampler import Sampler
+from tokenspeed.execution.sampler import Sampler, SamplingOps
 from tokenspeed.execution.scripted import ScriptedModel
+from tokenspeed.execution.step_output import output_of, without_tokens
 from tokenspeed.execution.weights import load_weights, num_parameters, require_memory
 from tokenspeed.kernels.compile_ahead import compiled_ahead
 from tokenspeed.kernels.ops.collective import Communicator
-from tokenspeed.kernels.ops.decode_step import DecodeBatch, DecodeStep, Prepare
+from tokenspeed.kernels.ops.decode_step import DecodeStep, Prepare
 from tokenspeed.kernels.platform import num_cpus, set_num_threads
 from tokenspeed.kernels.registry import BoundKernel, Reason
 from tokenspeed.layers.build import BuildContext
-from tokenspeed.layers.decoder import TOKEN_IDS, Decoder
-from tokenspeed.layers.forward_batch import ForwardBatch
+from tokenspeed.layers.decoder import Decoder
 from tokenspeed.models import CausalLM, resolve
 from tokenspeed.spmd.mesh import Group, GroupSizes, Mesh
 from tokenspeed.transfer import BlockMover, FinishedMove
@@ -95,7 +94,7 @@ class ModelRunner:
         buffers = self._buffers = parts.buffers
         self._sampling = parts.sampling
         self._graphs: StepGraphs | None = None
-        self._decode_step: DecodeStep | None = None  # of steps that no graph computes
+        self._host_step: HostStep | None = None
         self._prompt_scorer = parts.prompt_scorer
         self._is_spoilt = np.zeros(len(buffers.last_token), dtype=np.bool_)
         self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
@@ -124,7 +123,7 @@ class ModelRunner:
         ctx = BuildContext(str(device), dtype, overrides, mesh, rank, kv_dtype=kv_dtype, deterministic=deterministic)
         model, model_type = _build(source, ctx, config.model.weights, progress)
         forward = Forward(model, ctx, communicator)
-        sample, logprobs, update_tables = (ctx.bind(op) for op in ("sampling", "logprobs", "page_table_update"))
+        ops, update_tables = _sampling_ops(ctx, device), ctx.bind("page_table_update")
         agree = _min_over_ranks(communicator)
         size = kv_cache.size_pool(config, model.kv_specs, model.max_model_len, ctx, agree)
         layers = kv_cache.allocate(size, model.kv_specs, ctx)
@@ -147,14 +146,14 @@ class ModelRunner:
             kernels=tuple(_binding(kernel) for kernel in ctx.bindings.values()),
         )
         buffers = InputBuffers(size, seats, layers, device, update_tables)
-        sampler = Sampler(sample, logprobs, seats.num_seats, model.vocab_size, device)
+        sampler = Sampler(ops, seats.num_seats, model.vocab_size, device)
         sampling = RankedSampler(sampler, communicator, device)
-        scorer = PromptScorer(logprobs, model.vocab_size)
+        scorer = PromptScorer(ops.logprobs, model.vocab_size)
         runner = cls(info, _Parts(model, forward, seats, buffers, sampling, scorer, mover))
         if not isinstance(model, ScriptedModel):
             placement.wait_for(device)
             if device.type == "cpu" and mesh.num_ranks == 1:
-                runner._decode_step = runner._host_decode_step(ctx)
+                runner._host_step = runner._prepare_host_step(ctx)
             try:
                 if device.type == "cuda" and not _unfit_for_capture(ctx):
                     runner._compile_ahead()
@@ -220,14 +219,15 @@ class ModelRunner:
                 done = read()
             except Exception:  # noqa: BLE001 - likewise: what goes wrong on a device shows here
                 done = self._failed(job.plan.step_id, job.plan)
-            return dataclasses.replace(done, transfers=self.poll_transfers())
+            transfers = self.poll_transfers()
+            return dataclasses.replace(done, transfers=transfers) if transfers else done
 
         return output
 
     def _failed(self, step_id: int, plan: StepPlan) -> StepOutput:
         _log.exception("step %d failed", step_id)
         self._is_spoilt[plan.rows[:, 0]] = True
-        return _without_tokens(plan, fault=True)
+        return without_tokens(plan, fault=True)
 
     def _start_transfers(self, plan: StepPlan) -> None:
         """Those of this rank's partition; what others move is done as far as this rank goes."""
@@ -249,37 +249,33 @@ class ModelRunner:
             self._seat(seating)
         if len(plan.rows) == 0:
             buffers.tables.flush()
-            return lambda: _without_tokens(plan, fault=False)
+            return lambda: without_tokens(plan, fault=False)
         inputs = buffers.read(plan)
         prompt_logprobs: tuple[PromptLogprobs | None, ...] = (None,) * len(plan.rows)
         scores = self._prompt_scorer.has_work(inputs)
-        size = None if scores or self._graphs is None else self._graphs.fitting(inputs)
-        prepared, columns = None, self._sampling.draw_columns(inputs.seats_S)
+        graphs, prepared = self._graphs, None
+        size = None if scores or graphs is None else graphs.fitting(inputs)
         if scores:
             logits_SV, hidden_TD = self._forward.logits_and_hidden(buffers.step(inputs))
             prompt_logprobs = self._prompt_scorer.score(inputs, hidden_TD, self._forward.head)
-        elif size is not None and self._graphs is not None:
-            logits_SV = self._graphs.forward(inputs, size, columns)
-            prepared = self._graphs.sampling(size)
+        elif graphs is not None and size is not None:
+            logits_SV = graphs.forward(inputs, size, self._sampling.draw_columns(inputs.seats_S))
+            prepared = graphs.sampling(size)
         else:
             logits_SV = self._logits(inputs)
-        if self._graphs is not None and size is None:
-            prepared = self._graphs.sampling_behind(logits_SV, inputs, columns)
+        if graphs is not None and size is None:
+            prepared = graphs.sampling_behind(logits_SV, inputs, self._sampling.draw_columns(inputs.seats_S))
         drawn = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S, prepared)
         if not drawn.is_known:
             buffers.commit(inputs, drawn.token_ids_S)
         buffers.advance(inputs)
         is_spoilt_R = self._is_spoilt[inputs.seats_R]
-        return lambda: _output(plan.step_id, inputs, drawn.read(), prompt_logprobs, is_spoilt_R)
+        return lambda: output_of(plan.step_id, inputs, drawn.read(), prompt_logprobs, is_spoilt_R)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
-        step, num_rows = self._buffers.step(inputs), len(inputs.seats_R)
-        decodes = num_rows == len(inputs.sources_T) == len(inputs.sampled_rows_S)
-        if self._decode_step is None or not decodes:
-            return self._forward.logits(step)
-        batch: ForwardBatch = step.context
-        tables = tuple(group.block_tables_RB for group in batch.groups)
-        return self._decode_step(DecodeBatch(step.sources[TOKEN_IDS], batch.positions_T, batch.seq_lens_R, tables))
+        if self._host_step is not None and self._host_step.takes(inputs):
+            return self._host_step.logits(inputs)
+        return self._forward.logits(self._buffers.step(inputs))
 
     def _seat(self, seating: Seating) -> None:
         if isinstance(self._model, ScriptedModel):
@@ -338,14 +334,15 @@ class ModelRunner:
             (_plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True), (_warm_seating(prompt),)) for prompt in prompts
         ]
 
-    def _host_decode_step(self, ctx: BuildContext) -> DecodeStep | None:
-        """As _whole_decode_step, on a CPU: where its bits are those of the layers. Ops that somebody chose run one by
-        one."""
+    def _prepare_host_step(self, ctx: BuildContext) -> HostStep | None:
+        """What computes a decode step on a CPU, where its bits are those of the layers. Ops that somebody chose run one
+        by one."""
         if set(ctx.kernels.overrides) - {"decode_step"}:
             return None
         ctx.bind("decode_step")
         bound = ctx.bindings.pop("decode_step")
-        return self._prepared_step(ctx, bound, self._seats.num_seats) if bound.traits.batch_invariant else None
+        step = self._prepared_step(ctx, bound, self._seats.num_seats) if bound.traits.batch_invariant else None
+        return None if step is None else HostStep(step, self._buffers)
 
     def _whole_decode_step(self, ctx: BuildContext) -> DecodeStep | None:
         """What computes a small decode step as one op, where there is such for this model."""
@@ -423,6 +420,12 @@ def _build(
     return model, family.model_type
 
 
+def _sampling_ops(ctx: BuildContext, device: torch.device) -> SamplingOps:
+    """Whoever chose how to sample has all sampled like that."""
+    has_choice = device.type == "cpu" and "sampling" not in ctx.kernels.overrides
+    return SamplingOps(ctx.bind("sampling"), ctx.bind("logprobs"), ctx.bind("most_likely") if has_choice else None)
+
+
 def _binding(kernel: BoundKernel) -> KernelBinding:
     return KernelBinding(kernel.op, kernel.solution, kernel.passed_over)
 
@@ -440,45 +443,8 @@ def _plain_plan(step_id: int, kind: RowKind, token_ids: Int32Array, *, seated: b
 
 
 def _copy(plan: StepPlan) -> StepPlan:
-    return StepPlan(plan.step_id, *(getattr(plan, name).copy() for name in _PLAN_ARRAYS))
-
-
-def _without_tokens(plan: StepPlan, *, fault: bool) -> StepOutput:
-    nothing = np.zeros(0, dtype=np.int32)
-    num_rows = len(plan.rows)
-    offsets, row_faults = np.zeros(num_rows + 1, dtype=np.int32), np.zeros(num_rows, dtype=np.int32)
-    return StepOutput(StepResult(plan.step_id, offsets, nothing, row_faults, fault=fault), (), ())
-
-
-def _output(
-    step_id: int,
-    inputs: StepInputs,
-    sampled: SamplerOutput,
-    prompt_logprobs: tuple[PromptLogprobs | None, ...],
-    is_spoilt_R: NDArray[np.bool_],
-) -> StepOutput:
-    """One token for each sampled row that is not faulty; a seat that an earlier failed step left behind is. Rows are
-    put back into the order of the plan."""
-    rows_S, is_faulty_R = inputs.sampled_rows_S, is_spoilt_R.copy()
-    is_faulty_R[rows_S] |= sampled.is_faulty_S
-    tokens_R, is_told_R = np.zeros(len(is_faulty_R), dtype=np.int32), np.zeros(len(is_faulty_R), dtype=np.bool_)
-    tokens_R[rows_S], is_told_R[rows_S] = sampled.token_ids_S, True
-    is_told_R &= ~is_faulty_R
-    rows_in_plan = np.argsort(inputs.order_R)
-    is_told = is_told_R[rows_in_plan]
-    offsets = np.zeros(len(is_told) + 1, dtype=np.int32)
-    np.cumsum(is_told, out=offsets[1:])
-    token_ids, row_faults = tokens_R[rows_in_plan][is_told], is_faulty_R[rows_in_plan].astype(np.int32)
-    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = (None,) * len(is_told)
-    if sampled.logprobs is not None:
-        entries = dict(zip(rows_S.tolist(), sampled.logprobs, strict=True))
-        logprobs = tuple(_entry(entries.get(row)) if is_told_R[row] else None for row in rows_in_plan.tolist())
-    result = StepResult(step_id, offsets, token_ids, row_faults)
-    return StepOutput(result, logprobs, tuple(prompt_logprobs[row] for row in rows_in_plan.tolist()))
-
-
-def _entry(logprobs: TokenLogprobs | None) -> tuple[TokenLogprobs, ...] | None:
-    return None if logprobs is None else (logprobs,)
+    arrays = [getattr(plan, name) for name in _PLAN_ARRAYS]
+    return StepPlan(plan.step_id, *[array.copy() if len(array) else array for array in arrays])
 
 
 def _mesh(config: EngineConfig, communicator: Communicator | None) -> Mesh:

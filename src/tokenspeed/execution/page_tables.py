@@ -18,12 +18,14 @@ _NOTHING = np.zeros((0, 4), dtype=np.int32)
 
 
 class PageTables:
-    """extent: groups, seats, blocks of a seat. on_host and on_device: int32 of that extent."""
+    """extent: groups, seats, blocks of a seat. on_host and on_device: int32 of that extent. version: another one after
+    each change."""
 
     def __init__(self, extent: tuple[int, int, int], device: torch.device, update: PageTableUpdate) -> None:
         self.on_host: Int32Array = np.zeros(extent, dtype=np.int32)
         self.on_device = torch.zeros(extent, dtype=torch.int32, device=device)
         self.update = update
+        self.version = 0
         self._cleared = np.zeros(0, dtype=np.int32)
         self._delta_N4: Int32Array = _NOTHING
 
@@ -31,6 +33,7 @@ class PageTables:
         """Clear seats, then set blocks: rows (seat, group, block, page), none of which names a block that another one
         does."""
         self.flush()
+        self.version += 1
         self.on_host[:, cleared] = 0
         seats, groups, blocks, pages = delta_N4.T
         self.on_host[groups, seats, blocks] = pages

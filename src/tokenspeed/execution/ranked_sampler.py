@@ -56,6 +56,6 @@ class RankedSampler:
             return drawn or Drawn(torch.zeros(2, 0, dtype=torch.int64, device=self._device), 0)
         told_2S = torch.zeros(2, len(seats_S), dtype=torch.int64, device=self._device)
         if drawn is not None:
-            told_2S.copy_(drawn.told_2S)
+            told_2S.copy_(torch.as_tensor(drawn.told_2S))
         self._ranks.broadcast(told_2S)
         return drawn or Drawn(told_2S, len(seats_S))

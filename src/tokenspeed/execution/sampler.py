@@ -27,12 +27,14 @@ from tokenspeed.execution.logprobs import ScoredTokens
 from tokenspeed.execution.penalties import PenaltyTables
 from tokenspeed.grammar import GrammarError, Vocabulary
 from tokenspeed.kernels.ops.logprobs import LogprobsFn
+from tokenspeed.kernels.ops.most_likely import MostLikely
 from tokenspeed.kernels.ops.sampling import GREEDY_BELOW, Draws, Filters, SampleFn, SamplingInputs
 
 _log = logging.getLogger("tokenspeed.execution")
 
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
+_NOTHING_LOST = np.zeros(0, dtype=np.bool_)
 _NO_IDS, _NO_VALUES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 
 
@@ -61,14 +63,21 @@ class _Seat:
     forced_ids: Int32Array | None
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """most_likely: on a host."""
+
+    sample: SampleFn
+    logprobs: LogprobsFn
+    most_likely: MostLikely | None = None
+
+
 class Sampler:
     """Samples rows by seat."""
 
-    def __init__(
-        self, sample: SampleFn, logprobs: LogprobsFn, max_num_seqs: int, vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, ops: SamplingOps, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.penalties = PenaltyTables(max_num_seqs, vocab_size, device)
-        self._sample, self._logprobs = sample, logprobs
+        self._sample, self._logprobs, self._most_likely = ops.sample, ops.logprobs, ops.most_likely
         self._vocab_size = vocab_size
         self._device = device
         self._needs = np.zeros(max_num_seqs, dtype=np.int32)
@@ -84,6 +93,9 @@ class Sampler:
         self._seats: list[_Seat | None] = [None] * max_num_seqs
         self._constraints = Constraints(max_num_seqs, vocab_size)
         self._unread: list[Drawn] = []
+        self._known_needs = _NO_IDS, np.zeros(0, dtype=np.int32), 0
+        self._told_2S = torch.zeros(2, 0, dtype=torch.int64)
+        self._told_on_host: Int64Array = self._told_2S.numpy()
 
     def know(self, vocabulary: Vocabulary) -> None:
         """Before the first seat that has a grammar. Any thread."""
@@ -106,28 +118,31 @@ class Sampler:
         self._num_top[seat] = sampling.logprobs or 0
         self._ignores_end[seat] = sampling.ignore_eos
         self._needs[seat] = _needs_of(seating)
+        self._known_needs = _NO_IDS, self._needs[:0], 0
         self._seats[seat] = self._rare_state(seating)
         self._constraints.seat(seating)
 
     def sample(
         self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array, prepared: SampleStep | None = None
     ) -> Drawn:
-        """One token a row. position_S: the index that the token takes in its sequence. prepared: what samples these
-        logits by draw_columns(seats_S), where it can."""
-        needs_S = self._needs[seats_S]
-        needs = int(np.bitwise_or.reduce(needs_S, initial=0))
-        lost_S = np.zeros(len(seats_S), dtype=np.bool_)
+        """One token a row. seats_S: nobody changes it. position_S: the index that the token takes in its sequence.
+        prepared: what samples these logits by draw_columns(seats_S), where it can."""
+        needs_S, needs = self._needs_of_rows(seats_S)
+        lost_S = _NOTHING_LOST
         if needs & Need.CONSTRAINT:
+            lost_S = np.zeros(len(seats_S), dtype=np.bool_)
             self._settle()
         edits = self._edits(needs_S, seats_S, position_S, lost_S) if needs & Need.EDITED else None
-        told_2S = None if prepared is None or needs & Need.FORCED else prepared(edits)
-        is_known = told_2S is not None
-        if told_2S is None:
+        prepared_2S = None if prepared is None or needs & Need.FORCED else prepared(edits)
+        is_known = prepared_2S is not None
+        told_2S: torch.Tensor | Int64Array
+        if prepared_2S is not None:
+            told_2S = prepared_2S if prepared_2S.is_cuda else prepared_2S.numpy().copy()  # the next step writes there
+        elif self._most_likely is not None and not needs & ~Need.LOGPROBS:
+            told_2S = self._greedy(self._most_likely, logits_SV)
+        else:
             told_2S = self._sampled(logits_SV, edits, needs_S, seats_S, position_S)
-        elif not told_2S.is_cuda:
-            told_2S = told_2S.clone()  # the next step writes there
-        token_ids_S = told_2S[0, : len(seats_S)]
-        scored = self._scored(logits_SV, token_ids_S, needs_S, seats_S) if needs & Need.LOGPROBS else None
+        scored = self._scored(logits_SV, told_2S, needs_S, seats_S) if needs & Need.LOGPROBS else None
         if not needs & Need.CONSTRAINT:
             return Drawn(told_2S, len(seats_S), None, scored, is_known=is_known)
         rows = np.flatnonzero(needs_S & Need.CONSTRAINT)
@@ -148,6 +163,21 @@ class Sampler:
             self._min_p[seats_S],
         )
 
+    def _needs_of_rows(self, seats_S: Int64Array) -> tuple[NDArray[np.int32], int]:
+        """Of each row, and of all together. Most steps have the rows of the step before."""
+        if seats_S is not self._known_needs[0]:
+            needs_S = self._needs[seats_S]
+            self._known_needs = seats_S, needs_S, int(np.bitwise_or.reduce(needs_S, initial=0))
+        return self._known_needs[1:]
+
+    def _greedy(self, most_likely: MostLikely, logits_SV: torch.Tensor) -> Int64Array:
+        """(2, S) tokens and faults."""
+        if len(logits_SV) != self._told_2S.shape[1]:
+            self._told_2S = torch.zeros(2, len(logits_SV), dtype=torch.int64)
+            self._told_on_host = self._told_2S.numpy()
+        most_likely(logits_SV, self._told_2S)
+        return self._told_on_host.copy()
+
     def _sampled(
         self,
         logits_SV: torch.Tensor,
@@ -155,7 +185,7 @@ class Sampler:
         needs_S: NDArray[np.int32],
         seats_S: Int64Array,
         position_S: Int64Array,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Int64Array:
         """(2, S) tokens and faults, op by op."""
         needs = int(np.bitwise_or.reduce(needs_S, initial=0))
         inputs = SamplingInputs() if edits is None else edits.inputs(self.penalties, self._device)
@@ -168,7 +198,7 @@ class Sampler:
             token_ids_S = self._forced(token_ids_S, needs_S, seats_S, position_S)
         if edits is not None and needs & Need.PENALTY:
             self.penalties.count(token_ids_S, sampled.is_faulty_S, self._tensor(edits.counted_seats_S))
-        return torch.stack([token_ids_S, sampled.is_faulty_S.to(torch.int64)])
+        return _told(token_ids_S, sampled.is_faulty_S)
 
     def _settle(self) -> None:
         """Let grammars have the tokens of all steps so far."""
@@ -286,8 +316,13 @@ class Sampler:
         return torch.where(wanted < 0, token_ids_S, wanted)
 
     def _scored(
-        self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, needs_S: NDArray[np.int32], seats_S: Int64Array
+        self,
+        logits_SV: torch.Tensor,
+        told_2S: torch.Tensor | Int64Array,
+        needs_S: NDArray[np.int32],
+        seats_S: Int64Array,
     ) -> tuple[list[int], ScoredTokens]:
+        token_ids_S = torch.as_tensor(told_2S[0, : len(seats_S)])
         rows_N = np.flatnonzero(needs_S & Need.LOGPROBS)
         num_top_N = self._num_top[seats_S[rows_N]].tolist()
         if len(rows_N) < len(seats_S):
@@ -302,6 +337,13 @@ class Sampler:
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         return uploaded(array, self._device)
+
+
+def _told(token_ids_S: torch.Tensor, is_faulty_S: torch.Tensor) -> torch.Tensor | Int64Array:
+    """Both as (2, S) int64."""
+    if token_ids_S.is_cuda:
+        return torch.stack([token_ids_S, is_faulty_S.to(torch.int64)])
+    return np.stack([token_ids_S.numpy(), is_faulty_S.numpy()])
 
 
 def _needs_of(seating: Seating) -> int:

@@ -15,7 +15,7 @@ from tokenspeed.core.ipc import Vocabulary
 from tokenspeed.core.plan import Seating
 from tokenspeed.core.request import Grammar, SamplingParams, ThinkingBudget
 from tokenspeed.execution.constraints import Constraints
-from tokenspeed.execution.sampler import Sampler
+from tokenspeed.execution.sampler import Sampler, SamplingOps
 from tokenspeed.grammar import GrammarError, Mask
 from tokenspeed.kernels.ops.logprobs.reference import logprobs
 from tokenspeed.kernels.ops.sampling.reference import sample
@@ -133,7 +133,7 @@ class _Breaks:
 
 def test_a_grammar_that_cannot_be_followed_ends_its_row_and_no_other() -> None:
     """Never is such a row sampled without its grammar."""
-    sampler = Sampler(sample, logprobs, 4, NUM_LOGITS, torch.device("cpu"))
+    sampler = Sampler(SamplingOps(sample, logprobs), 4, NUM_LOGITS, torch.device("cpu"))
     broken = Constraints(4, NUM_LOGITS, backend=lambda _name, _vocabulary: _Breaks())
     broken.know(Vocabulary((), (), (END,), ""))
     sampler._constraints = broken
@@ -148,7 +148,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_row_and_no_other() -> None:
 
 
 def test_sampled_rows_keep_to_their_grammar_and_others_are_free() -> None:
-    sampler = Sampler(sample, logprobs, 4, NUM_LOGITS, torch.device("cpu"))
+    sampler = Sampler(SamplingOps(sample, logprobs), 4, NUM_LOGITS, torch.device("cpu"))
     sampler.know(vocabulary_of(TOKENIZER, [END]))
     sampler.seat(seating(0, grammar=Grammar("regex", "[ab]{6}")))
     sampler.seat(seating(1))

@@ -24,14 +24,16 @@ def served(tools: Any, config: EngineConfig, *, whole: bool) -> tuple[list[list[
     """Tokens of some requests that come and go, and how many steps were one call."""
     loop = tools.Loop(config)
     runner, sizes = loop.runner, []
-    step = runner._decode_step
-    assert step is not None
+    assert runner._host_step is not None
+    step = runner._host_step._step
 
     def counted(batch: Any) -> torch.Tensor:
         sizes.append(len(batch.token_ids_R))
         return step(batch)  # type: ignore[no-any-return]
 
-    runner._decode_step = counted if whole else None
+    runner._host_step._step = counted
+    if not whole:
+        runner._host_step = None
     try:
         wishes = [tools.Wish(list(range(row, 20 + row)), 12 + row, arrives=2 * row) for row in range(5)]
         return [request.token_ids for request in loop.run(wishes)], len(set(sizes))
@@ -51,5 +53,5 @@ def test_chosen_ops_run_one_by_one(tiny_path: Path, tools: Any) -> None:
     config = tools.engine_config(tiny_path)
     chosen = msgspec.structs.replace(config.device, kernel_overrides=(("silu_mul", "reference"),))
     runner = tools.new_runner(msgspec.structs.replace(config, device=chosen))
-    assert runner._decode_step is None
+    assert runner._host_step is None
     runner.close()

@@ -13,7 +13,7 @@ import torch
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution.drawn import SamplerOutput
 from tokenspeed.execution.logprobs import LOGPROB_MIN, token_logprobs
-from tokenspeed.execution.sampler import Sampler
+from tokenspeed.execution.sampler import Sampler, SamplingOps
 from tokenspeed.kernels.ops.sampling import SamplingInputs
 from tokenspeed.kernels.registry import KernelContext, bind
 
@@ -41,7 +41,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def sampler(recorder: Recorder) -> Sampler:
-    return Sampler(recorder, LOGPROBS, 6, VOCAB, torch.device("cpu"))
+    return Sampler(SamplingOps(recorder, LOGPROBS), 6, VOCAB, torch.device("cpu"))
 
 
 def logits(num_rows: int, seed: int = 0) -> torch.Tensor:

@@ -110,8 +110,10 @@ class DenseModel:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """token_ids_R, positions_R: int64. seq_lens_R: int32, position + 1. block_tables: of each group (R, B) int32, last
-    dimension contiguous."""
+    """token_ids_R, positions_R: int64, contiguous. seq_lens_R: int32, contiguous, position + 1. block_tables: of each
+    group (R, B) int32, last dimension contiguous.
+
+    Whoever calls a step again with the same batch has written new numbers to its memory."""
 
     token_ids_R: torch.Tensor
     positions_R: torch.Tensor

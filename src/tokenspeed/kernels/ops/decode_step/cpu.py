@@ -86,6 +86,7 @@ class _Step:
         module = require_cpu_module()
         assert module.step_sizes() == (_MODEL.itemsize, _LAYER.itemsize), module.step_sizes()
         self._run, self._model, self._max_rows = module.decode_step, model, max_rows
+        self._batch: DecodeBatch | None = None
         self._vocab_size, self._num_groups = model.head.shape[0], 1 + max(layer.group for layer in model.layers)
         self._layers = np.array([_layer_record(layer) for layer in model.layers], dtype=_LAYER)
         self._described = np.array(_model_record(model, self._layers), dtype=_MODEL)
@@ -93,25 +94,26 @@ class _Step:
             module.prefer_large_pages(pages.data_ptr(), pages.nbytes)
 
     def __call__(self, batch: DecodeBatch) -> torch.Tensor:
+        if batch is not self._batch:  # else it lies where it lay, whatever has been written there meanwhile
+            self._tables = np.array([(each.data_ptr(), each.stride(0)) for each in batch.block_tables], dtype=np.int64)
+            self._arguments = self._arguments_of(batch)
+            self._batch = batch
+        num_rows = len(batch.token_ids_R)
+        logits_RV = torch.empty((num_rows, self._vocab_size), dtype=torch.float32)
+        self._run(*self._arguments, logits_RV.data_ptr(), num_rows, len(batch.block_tables))
+        return logits_RV
+
+    def _arguments_of(self, batch: DecodeBatch) -> tuple[int, ...]:
         num_rows, tables = len(batch.token_ids_R), batch.block_tables
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
         assert self._num_groups <= len(tables), (self._num_groups, len(tables))
         assert batch.token_ids_R.dtype is batch.positions_R.dtype is torch.int64, batch.token_ids_R.dtype
         assert batch.seq_lens_R.dtype is torch.int32, batch.seq_lens_R.dtype
         assert all(each.dtype is torch.int32 and each.stride(1) == 1 for each in tables), "block tables are int32"
-        described = np.array([(each.data_ptr(), each.stride(0)) for each in tables], dtype=np.int64)
-        logits_RV = torch.empty((num_rows, self._vocab_size), dtype=torch.float32)
-        self._run(
-            self._described.ctypes.data,
-            batch.token_ids_R.contiguous().data_ptr(),
-            batch.positions_R.contiguous().data_ptr(),
-            batch.seq_lens_R.contiguous().data_ptr(),
-            described.ctypes.data,
-            logits_RV.data_ptr(),
-            num_rows,
-            len(tables),
-        )
-        return logits_RV
+        numbers = (batch.token_ids_R, batch.positions_R, batch.seq_lens_R)
+        assert all(each.is_contiguous() for each in numbers), [each.stride() for each in numbers]
+        addresses = (each.data_ptr() for each in numbers)
+        return self._described.ctypes.data, *addresses, self._tables.ctypes.data
 
 
 def _model_record(model: DenseModel, layers: NDArray[np.void]) -> tuple[object, ...]:

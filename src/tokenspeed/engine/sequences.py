@@ -24,6 +24,7 @@ _REASONS = {
     FinishCode.FAULT: FinishReason.ERROR,
     FinishCode.DEADLINE: FinishReason.ERROR,
 }
+_NONE = int(FinishCode.NONE)  # looked at for every token
 _KEPT = (FinishReason.STOP, FinishReason.LENGTH)
 FAULT_MESSAGE = "the model produced no usable numbers for this request (NaN), or its step failed"
 
@@ -89,7 +90,7 @@ class Record:
     def add(self, token_ids: list[int], finish: int, cached_len: int) -> bool:
         """Take an event row. False when it is more than further tokens, and `update` is to be called."""
         self._generated.extend(token_ids)
-        if not self._is_plain or finish != FinishCode.NONE or cached_len != self._told_cached_len:
+        if not self._is_plain or finish != _NONE or cached_len != self._told_cached_len:
             return False
         return bool(token_ids)
 

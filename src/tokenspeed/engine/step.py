@@ -58,6 +58,7 @@ from tokenspeed.engine.step_sizes import StepSizes
 
 HEARTBEAT_S = 1.0
 _TRANSFER_POLL_S = 0.001
+_SEAT, _QUERY_LEN = int(RowField.SEAT), int(RowField.QUERY_LEN)
 
 
 class Refusal(Protocol):
@@ -302,21 +303,22 @@ class EngineLoop:
         )
 
     def _launch(self, plan: StepPlan) -> _InFlight:
-        seatings = [self._seat(int(seat), RequestKey(int(index), int(gen))) for seat, index, gen in plan.seated]
-        keys = tuple(self._seats[seat] for seat in plan.rows[:, RowField.SEAT].tolist())
+        seatings = [self._seat(seat, RequestKey(index, gen)) for seat, index, gen in _rows(plan.seated)]
+        rows = plan.rows.tolist()
+        keys = tuple([self._seats[row[_SEAT]] for row in rows])
         try:
             handle = self._runner.launch(plan, seatings)
         except (RuntimeError, MemoryError) as error:
             handle = _FailedLaunch(error)
         if keys:
-            self._sizes.note(int(plan.rows[:, RowField.QUERY_LEN].sum()))
+            self._sizes.note(sum([row[_QUERY_LEN] for row in rows]))
         leases = leases_of(plan)
         self._leases.update(leases)
         return _InFlight(plan.step_id, keys, leases, handle)
 
     def _started(self, plan: StepPlan) -> list[SequenceUpdate]:
         """News of the requests whose first step this is."""
-        keys = [RequestKey(int(index), int(gen)) for _, index, gen in plan.seated]
+        keys = [RequestKey(index, gen) for _, index, gen in _rows(plan.seated)]
         return [update for key in keys if (update := self._book.get(key).started()) is not None]
 
     def _seat(self, seat: int, key: RequestKey) -> Seating:
@@ -408,7 +410,13 @@ def _faulted(step_id: int, num_rows: int) -> StepResult:
 
 def leases_of(plan: StepPlan) -> tuple[int, ...]:
     """One for each transfer of the plan; a transfer may have many rows."""
-    return tuple(dict.fromkeys((*plan.load[:, 0].tolist(), *plan.store[:, 0].tolist())))
+    return tuple(dict.fromkeys([row[0] for row in (*_rows(plan.load), *_rows(plan.store))]))
+
+
+def _rows(array: Int32Array) -> list[list[int]]:
+    """Of an array of a plan; most often there are none, and numpy is not asked."""
+    rows: list[list[int]] = array.tolist() if len(array) else []
+    return rows
 
 
 def _milliseconds(seconds: float) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -23,8 +23,7 @@ BoolArray = NDArray[np.bool_]
 Int64Array = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
+class SamplerOutput(msgspec.Struct, frozen=True):
     """token_ids_S: 0 where the row is faulty. logprobs: an entry a row, None where not asked for."""
 
     token_ids_S: Int32Array

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -35,8 +36,7 @@ _UNCHANGING = np.array([field for field in RowField if field != RowField.CONTEXT
 """What stays the same of a row that decodes, step after step."""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnRows:
+class OwnRows(msgspec.Struct, frozen=True):
     """What attention of this rank's partition needs, on the host. places_R, and places_T of each token: seats, counted
     from the partition's first."""
 
@@ -55,8 +55,7 @@ class OwnRows:
         return int(self.seq_lens_R.max(initial=0))
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(msgspec.Struct, frozen=True):
     """A step as the host knows it: the rows of a plan, partition after partition. only_decodes: each row computes one
     token and samples one. order_R: a row's place in the plan. seq_lens_R: tokens of the row with those of the step.
     sampled_rows_S: indices into the rows, and seats_S their seats. position_S: the index that a sampled token takes in

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -25,7 +26,7 @@ from tokenspeed.checkpoints import ModelSource, ProgressFn
 from tokenspeed.core.config import EngineConfig, WeightsForm
 from tokenspeed.core.errors import CapacityError, CheckpointError, StartError
 from tokenspeed.core.ipc import KernelBinding, Vocabulary
-from tokenspeed.core.plan import Int32Array, RowKind, Seating, StepPlan
+from tokenspeed.core.plan import Int32Array, RowField, RowKind, Seating, StepPlan
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution import kv_cache, placement
 from tokenspeed.execution.cuda_graph import DECODE_ROWS_MAX, TOKENS_MAX, StepGraphs, step_sizes
@@ -55,7 +56,7 @@ from tokenspeed.transfer import resolve as resolve_mover
 _log = logging.getLogger(__name__)
 _WARMUP_LEN = 64
 _MOVER = "host"
-_PLAN_ARRAYS = tuple(field.name for field in dataclasses.fields(StepPlan) if field.name != "step_id")
+_PLAN_ARRAYS = tuple(name for name in StepPlan.__struct_fields__ if name != "step_id")
 _BEHIND_FORWARD = ("sampling", "logprobs")
 """Ops that can run op by op behind a captured forward."""
 
@@ -91,12 +92,12 @@ class ModelRunner:
         self._model = parts.model
         self._forward = parts.forward
         self._seats = parts.seats
-        buffers = self._buffers = parts.buffers
+        self._buffers = parts.buffers
         self._sampling = parts.sampling
         self._graphs: StepGraphs | None = None
         self._host_step: HostStep | None = None
         self._prompt_scorer = parts.prompt_scorer
-        self._is_spoilt = np.zeros(len(buffers.last_token), dtype=np.bool_)
+        self._spoilt: set[int] = set()  # seats of steps that failed, until somebody else takes them
         self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._own_stream = placement.own_stream(torch.device(info.device))
         self._thread = threading.Thread(target=self._work, name="model-runner", daemon=True)
@@ -212,7 +213,7 @@ class ModelRunner:
             read = self._step(job)
         except Exception:  # noqa: BLE001 - whatever went wrong ends the requests of this step, never the process
             failed = self._failed(job.plan.step_id, job.plan)
-            return lambda: dataclasses.replace(failed, transfers=self.poll_transfers())
+            return lambda: msgspec.structs.replace(failed, transfers=self.poll_transfers())
 
         def output() -> StepOutput:
             try:
@@ -220,13 +221,13 @@ class ModelRunner:
             except Exception:  # noqa: BLE001 - likewise: what goes wrong on a device shows here
                 done = self._failed(job.plan.step_id, job.plan)
             transfers = self.poll_transfers()
-            return dataclasses.replace(done, transfers=transfers) if transfers else done
+            return msgspec.structs.replace(done, transfers=transfers) if transfers else done
 
         return output
 
     def _failed(self, step_id: int, plan: StepPlan) -> StepOutput:
         _log.exception("step %d failed", step_id)
-        self._is_spoilt[plan.rows[:, 0]] = True
+        self._spoilt.update(plan.rows[:, RowField.SEAT].tolist())
         return without_tokens(plan, fault=True)
 
     def _start_transfers(self, plan: StepPlan) -> None:
@@ -269,7 +270,7 @@ class ModelRunner:
         if not drawn.is_known:
             buffers.commit(inputs, drawn.token_ids_S)
         buffers.advance(inputs)
-        is_spoilt_R = self._is_spoilt[inputs.seats_R]
+        is_spoilt_R = np.isin(inputs.seats_R, list(self._spoilt)) if self._spoilt else None
         return lambda: output_of(plan.step_id, inputs, drawn.read(), prompt_logprobs, is_spoilt_R)
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
@@ -280,7 +281,7 @@ class ModelRunner:
     def _seat(self, seating: Seating) -> None:
         if isinstance(self._model, ScriptedModel):
             seating = self._model.seating(seating)
-        self._is_spoilt[seating.seat] = False
+        self._spoilt.discard(seating.seat)
         self._sampling.seat(seating)
         self._prompt_scorer.seat(seating)
 
@@ -324,7 +325,7 @@ class ModelRunner:
         prefill = _plain_plan(0, RowKind.PREFILL_LAST, prompt, seated=True)
         decode = _plain_plan(1, RowKind.DECODE, prompt[:0], seated=False)
         seatings = (_warm_seating(prompt),)
-        return [(prefill, seatings), (decode, ()), (dataclasses.replace(prefill, step_id=2), seatings)]
+        return [(prefill, seatings), (decode, ()), (msgspec.structs.replace(prefill, step_id=2), seatings)]
 
     def _large_steps(self) -> list[tuple[StepPlan, tuple[Seating, ...]]]:
         """Of more tokens than are prepared: a kernel is compiled anew where a number is a multiple of 16."""

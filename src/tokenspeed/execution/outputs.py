@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from tokenspeed.core.ipc import KernelBinding
 from tokenspeed.core.plan import CacheGroup, StepResult
 from tokenspeed.core.request import TokenLogprobs
@@ -49,8 +51,7 @@ class PromptLogprobs:
     entries: tuple[TokenLogprobs | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """What one step produced. logprobs and prompt_logprobs have one entry a row, None where not asked for (or the row
     faulted); logprobs[r] has one entry for each token that row r accepted. Both are empty when the whole step
     faulted. transfers: (lease, ok) of those that finished since the last output, of this plan or an earlier one."""

@@ -6,6 +6,8 @@ Knows neither how a step is run nor where: all of this is on the host, and any t
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,13 +31,19 @@ def output_of(
     inputs: StepInputs,
     sampled: SamplerOutput,
     prompt_logprobs: tuple[PromptLogprobs | None, ...],
-    is_spoilt_R: NDArray[np.bool_],
+    is_spoilt_R: NDArray[np.bool_] | None,
 ) -> StepOutput:
     """One token for each sampled row that is not faulty; a seat that an earlier failed step left behind is. Rows are
     put back into the order of the plan."""
-    if inputs.is_plain and sampled.logprobs is None and not (sampled.is_faulty_S.any() or is_spoilt_R.any()):
+    if (
+        inputs.is_plain
+        and sampled.logprobs is None
+        and is_spoilt_R is None
+        and not np.count_nonzero(sampled.is_faulty_S)
+    ):
         return _plain_output(step_id, sampled.token_ids_S)
-    rows_S, is_faulty_R = inputs.sampled_rows_S, is_spoilt_R.copy()
+    rows_S = inputs.sampled_rows_S
+    is_faulty_R = np.zeros(len(inputs.seats_R), dtype=np.bool_) if is_spoilt_R is None else is_spoilt_R
     is_faulty_R[rows_S] |= sampled.is_faulty_S
     tokens_R, is_told_R = np.zeros(len(is_faulty_R), dtype=np.int32), np.zeros(len(is_faulty_R), dtype=np.bool_)
     tokens_R[rows_S], is_told_R[rows_S] = sampled.token_ids_S, True
@@ -55,10 +63,16 @@ def output_of(
 
 def _plain_output(step_id: int, token_ids_R: Int32Array) -> StepOutput:
     """As _output: a token of each row in the order of the plan, and nothing else."""
-    num_rows = len(token_ids_R)
-    offsets, row_faults = np.arange(num_rows + 1, dtype=np.int32), np.zeros(num_rows, dtype=np.int32)
-    nothing = (None,) * num_rows
+    offsets, row_faults, nothing = _plain_rows(len(token_ids_R))
     return StepOutput(StepResult(step_id, offsets, token_ids_R, row_faults), nothing, nothing)
+
+
+@functools.lru_cache(maxsize=8)
+def _plain_rows(num_rows: int) -> tuple[Int32Array, Int32Array, tuple[None, ...]]:
+    """Of any step of so many rows."""
+    offsets, row_faults = np.arange(num_rows + 1, dtype=np.int32), np.zeros(num_rows, dtype=np.int32)
+    offsets.flags.writeable = row_faults.flags.writeable = False
+    return offsets, row_faults, (None,) * num_rows
 
 
 def _entry(logprobs: TokenLogprobs | None) -> tuple[TokenLogprobs, ...] | None:

@@ -4,7 +4,6 @@ prompts, sampling told by the first rank, transfers of a partition's own pages, 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -157,7 +156,7 @@ def test_a_step_that_fails_everywhere_is_a_fault_everywhere(
     ranks: list[ModelRunner], tools: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan, seatings = steps(tools)[0]
-    bad = dataclasses.replace(plan, token_ids=plan.token_ids[:-1])
+    bad = msgspec.structs.replace(plan, token_ids=plan.token_ids[:-1])
     with caplog.at_level(logging.CRITICAL):
         assert [output.result.fault for output in launch(ranks, bad, seatings)] == [True, True]
     assert [output.result.fault for output in launch(ranks, plan, seatings)] == [False, False]

@@ -30,7 +30,7 @@ class HostStep:
         self._tables: Int32Array = np.zeros((len(tables), num_rows, tables.shape[2]), dtype=np.int32)
         self._batch = self._batch_of(0)
         self._last_token = buffers.last_token.numpy()
-        self._copied: tuple[Int64Array | None, int, int] = None, 0, 0
+        self._copied: tuple[Int64Array | None, int] = None, 0
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether each row computes one token and samples one."""
@@ -47,16 +47,16 @@ class HostStep:
             self._token_ids[:num_rows] = buffers.token_ids(torch.from_numpy(inputs.sources_T)).numpy()
         self._positions[:num_rows] = own.positions_T
         self._seq_lens[:num_rows] = own.seq_lens_R
-        self._copy_tables(own.places_R, -(-own.max_seq_len // buffers.block_size))
+        self._copy_tables(own.places_R)
         return self._step(self._batch)
 
-    def _copy_tables(self, places_R: Int64Array, num_blocks: int) -> None:
+    def _copy_tables(self, places_R: Int64Array) -> None:
         """Where they are not there already: most steps decode the rows of the step before, in the same blocks."""
         tables = self._buffers.tables
-        copied_R, version, num_copied = self._copied
-        if copied_R is not places_R or version != tables.version or num_copied < num_blocks:
-            self._tables[:, : len(places_R), :num_blocks] = tables.on_host[:, places_R, :num_blocks]
-            self._copied = places_R, tables.version, num_blocks
+        copied_R, version = self._copied
+        if copied_R is not places_R or version != tables.version:
+            self._tables[:, : len(places_R)] = tables.on_host[:, places_R]
+            self._copied = places_R, tables.version
 
     def _batch_of(self, num_rows: int) -> DecodeBatch:
         token_ids, positions, seq_lens = (

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, SupportsIndex
 
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import START_ERRORS, EngineDeadError, StartError, TokenSpeedError
@@ -69,10 +70,23 @@ class Sink(Protocol):
         ...
 
 
+class Reader(asyncio.StreamReader):
+    """on_data: called with what comes in place of keeping it; nobody has read less than all before it is set."""
+
+    on_data: Callable[[bytes], None] | None = None
+
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
+        """Called by the loop."""
+        if self.on_data is None:
+            super().feed_data(data)
+        else:
+            self.on_data(bytes(data))
+
+
 class EngineClient:
     """A started engine. All methods belong to one event loop; sending never waits."""
 
-    def __init__(self, engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, engine: Engine, reader: Reader, writer: asyncio.StreamWriter) -> None:
         self.stats = EngineStats()
         self._engine = engine
         self._reader = reader
@@ -99,7 +113,7 @@ class EngineClient:
         engine met."""
         began = time.monotonic()
         engine = await _launched(launch)
-        reader, writer = await asyncio.open_connection(sock=engine.sock, limit=_READ_BYTES)
+        reader, writer = await _connected(engine.sock)
         client = cls(engine, reader, writer)
         try:
             client._send(Start(config))
@@ -110,6 +124,7 @@ class EngineClient:
             raise
         client._progress_at = time.monotonic()
         client._start_s = client._progress_at - began
+        reader.on_data = client._take
         client._reading = asyncio.create_task(client._read_updates(), name="tokenspeed-engine-updates")
         if config.parallel.num_ranks > 1:
             silence_s = config.parallel.rank_timeout_s + _SILENCE_MARGIN_S
@@ -262,14 +277,20 @@ class EngineClient:
         await self._wait_for_end()
         raise StartError(f"the engine ended {self._engine.describe_end()} while starting")
 
-    async def _read_updates(self) -> None:
-        while messages := await self._read():
-            for message in messages:
-                if isinstance(message, CacheChanges):
-                    self._tell_cache(message)
-                    continue
-                assert isinstance(message, Updates), f"unexpected {type(message).__name__}"
+    def _take(self, data: bytes) -> None:
+        """What has come, as soon as it has: a task that waited for it would need another turn of the loop."""
+        for body in self._frames.feed(data):
+            message = decode_from_engine(body)
+            if isinstance(message, Updates):
                 self._dispatch(message)
+                continue
+            assert isinstance(message, CacheChanges), f"unexpected {type(message).__name__}"
+            self._tell_cache(message)
+
+    async def _read_updates(self) -> None:
+        """Until the stream ends; `_take` has all that comes."""
+        left = await self._read()
+        assert not left, f"{len(left)} messages that nobody took"
         await self._wait_for_end()
         self._die(self._lost(f"the engine ended {self._engine.describe_end()}"))
 
@@ -349,6 +370,14 @@ def _cut(token_ids: Sequence[int], counts: Sequence[int]) -> Iterator[Sequence[i
     for count in counts:
         yield token_ids[start : start + count]
         start += count
+
+
+async def _connected(sock: socket.socket) -> tuple[Reader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = Reader(limit=_READ_BYTES, loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 async def _launched(launch: Callable[[], Engine]) -> Engine:

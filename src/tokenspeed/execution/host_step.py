@@ -28,7 +28,7 @@ class HostStep:
         self._positions = np.zeros(num_rows, dtype=np.int64)
         self._seq_lens = np.zeros(num_rows, dtype=np.int32)
         self._tables: Int32Array = np.zeros((len(tables), num_rows, tables.shape[2]), dtype=np.int32)
-        self._batch = self._batch_of(0)
+        self._batch, self._num_rows = self._batch_of(0), 0
         self._last_token = buffers.last_token.numpy()
         self._copied: tuple[Int64Array | None, int] = None, 0
 
@@ -37,10 +37,10 @@ class HostStep:
         return inputs.only_decodes or len(inputs.seats_R) == len(inputs.sources_T) == len(inputs.sampled_rows_S)
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """(R, V) float32."""
+        """(R, V) float32, good until the next step."""
         buffers, own, num_rows = self._buffers, inputs.own, len(inputs.seats_R)
-        if num_rows != len(self._batch.token_ids_R):
-            self._batch = self._batch_of(num_rows)
+        if num_rows != self._num_rows:
+            self._batch, self._num_rows = self._batch_of(num_rows), num_rows
         if inputs.only_decodes:
             self._token_ids[:num_rows] = self._last_token[inputs.seats_R]
         else:

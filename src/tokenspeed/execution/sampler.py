@@ -139,7 +139,7 @@ class Sampler:
         if prepared_2S is not None:
             told_2S = prepared_2S if prepared_2S.is_cuda else prepared_2S.numpy().copy()  # the next step writes there
         elif self._most_likely is not None and not needs & ~Need.LOGPROBS:
-            told_2S = self._greedy(self._most_likely, logits_SV)
+            told_2S = self._greedy(self._most_likely, logits_SV, len(seats_S))
         else:
             told_2S = self._sampled(logits_SV, edits, needs_S, seats_S, position_S)
         scored = self._scored(logits_SV, told_2S, needs_S, seats_S) if needs & Need.LOGPROBS else None
@@ -170,10 +170,10 @@ class Sampler:
             self._known_needs = seats_S, needs_S, int(np.bitwise_or.reduce(needs_S, initial=0))
         return self._known_needs[1:]
 
-    def _greedy(self, most_likely: MostLikely, logits_SV: torch.Tensor) -> Int64Array:
+    def _greedy(self, most_likely: MostLikely, logits_SV: torch.Tensor, num_rows: int) -> Int64Array:
         """(2, S) tokens and faults."""
-        if len(logits_SV) != self._told_2S.shape[1]:
-            self._told_2S = torch.zeros(2, len(logits_SV), dtype=torch.int64)
+        if num_rows != len(self._told_on_host[0]):
+            self._told_2S = torch.zeros(2, num_rows, dtype=torch.int64)
             self._told_on_host = self._told_2S.numpy()
         most_likely(logits_SV, self._told_2S)
         return self._told_on_host.copy()

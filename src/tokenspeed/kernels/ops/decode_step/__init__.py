@@ -113,7 +113,7 @@ class DecodeBatch:
     """token_ids_R, positions_R: int64, contiguous. seq_lens_R: int32, contiguous, position + 1. block_tables: of each
     group (R, B) int32, last dimension contiguous.
 
-    Whoever calls a step again with the same batch has written new numbers to its memory."""
+    A batch may be given again, with other numbers in its memory: then the logits may lie where the last ones did."""
 
     token_ids_R: torch.Tensor
     positions_R: torch.Tensor

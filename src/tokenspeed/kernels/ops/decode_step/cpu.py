@@ -94,16 +94,14 @@ class _Step:
             module.prefer_large_pages(pages.data_ptr(), pages.nbytes)
 
     def __call__(self, batch: DecodeBatch) -> torch.Tensor:
-        if batch is not self._batch:  # else it lies where it lay, whatever has been written there meanwhile
-            self._tables = np.array([(each.data_ptr(), each.stride(0)) for each in batch.block_tables], dtype=np.int64)
-            self._arguments = self._arguments_of(batch)
+        if batch is not self._batch:
+            self._arguments, self._logits_RV = self._prepared(batch)
             self._batch = batch
-        num_rows = len(batch.token_ids_R)
-        logits_RV = torch.empty((num_rows, self._vocab_size), dtype=torch.float32)
-        self._run(*self._arguments, logits_RV.data_ptr(), num_rows, len(batch.block_tables))
-        return logits_RV
+        self._run(*self._arguments)
+        return self._logits_RV
 
-    def _arguments_of(self, batch: DecodeBatch) -> tuple[int, ...]:
+    def _prepared(self, batch: DecodeBatch) -> tuple[tuple[int, ...], torch.Tensor]:
+        """Where all of it lies, and the logits."""
         num_rows, tables = len(batch.token_ids_R), batch.block_tables
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
         assert self._num_groups <= len(tables), (self._num_groups, len(tables))
@@ -112,8 +110,11 @@ class _Step:
         assert all(each.dtype is torch.int32 and each.stride(1) == 1 for each in tables), "block tables are int32"
         numbers = (batch.token_ids_R, batch.positions_R, batch.seq_lens_R)
         assert all(each.is_contiguous() for each in numbers), [each.stride() for each in numbers]
-        addresses = (each.data_ptr() for each in numbers)
-        return self._described.ctypes.data, *addresses, self._tables.ctypes.data
+        self._tables = np.array([(each.data_ptr(), each.stride(0)) for each in tables], dtype=np.int64)
+        logits_RV = torch.empty((num_rows, self._vocab_size), dtype=torch.float32)
+        addresses = [each.data_ptr() for each in numbers]
+        described, tables_at = self._described.ctypes.data, self._tables.ctypes.data
+        return (described, *addresses, tables_at, logits_RV.data_ptr(), num_rows, len(tables)), logits_RV
 
 
 def _model_record(model: DenseModel, layers: NDArray[np.void]) -> tuple[object, ...]:

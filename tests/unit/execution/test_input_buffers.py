@@ -11,12 +11,13 @@ import torch
 
 from tokenspeed.core.plan import CacheGroup, GroupKind, RowKind, StepPlan
 from tokenspeed.execution import kv_cache
-from tokenspeed.execution.input_buffers import InputBuffers, Seats
+from tokenspeed.execution.input_buffers import InputBuffers, OwnRows, Seats, StepInputs
 from tokenspeed.execution.kv_cache import PoolSize
 from tokenspeed.kernels.ops.page_table_update.reference import page_table_update
 from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.decoder import TOKEN_IDS
+from tokenspeed.spmd.mesh import GroupSizes, Mesh
 from tokenspeed.spmd.step import StepInput
 
 FULL = CacheGroup(GroupKind.FULL, block_size=4, num_blocks=60)
@@ -134,6 +135,31 @@ def test_a_batch_is_not_changed_by_the_next_step(buffers: InputBuffers, tools: A
     batch = built(buffers, plan).context
     buffers.apply(tools.make_plan(1, [], seated=[0], pages=[(0, 0, 10)]))
     assert batch.groups[0].block_tables_RB.tolist() == [[9]]
+
+
+@pytest.mark.parametrize("num_partitions", [1, 2])
+def test_rows_that_decode_again_are_read_as_if_anew(tools: Any, num_partitions: int) -> None:
+    mesh = Mesh.of(GroupSizes.of(num_partitions, attention_dp=num_partitions))
+    each = SEATS if num_partitions == 1 else 3
+    buffers = InputBuffers(SIZE, Seats(each, mesh), (), torch.device("cpu"), page_table_update)
+    decodes = {
+        "one": [(1, RowKind.DECODE, 3, 1)],
+        "three": [(4, RowKind.DECODE, 9, 1), (1, RowKind.DECODE, 0, 1), (2, RowKind.DECODE, 5, 1)],
+        "others": [(4, RowKind.DECODE, 9, 1), (1, RowKind.DECODE, 0, 1), (3, RowKind.DECODE, 5, 1)],
+    }
+    buffers.seq_len[:5] = 7, 3, 20, 11, 9
+    for step, name in enumerate(["one", "one", "three", "three", "three", "one", "three", "others", "three", "three"]):
+        rows = [(seat, kind, context + step % 3, query) for seat, kind, context, query in decodes[name]]
+        plan = tools.make_plan(step, rows)
+        inputs, (anew, _) = buffers.read(plan), buffers._read(plan)
+        for field in StepInputs.__struct_fields__:
+            ours, theirs = (getattr(each, field) for each in (inputs, anew))
+            for part in OwnRows.__struct_fields__ if field == "own" else [None]:
+                got, wanted = (each if part is None else getattr(each, part) for each in (ours, theirs))
+                assert np.array_equal(got, wanted), (step, field, part)
+                assert getattr(got, "dtype", None) == getattr(wanted, "dtype", None), (step, field, part)
+        buffers.advance(inputs)
+    assert buffers.seq_len[1] == 3 + 10
 
 
 def test_rows_without_sampling_and_empty_plans(buffers: InputBuffers, tools: Any) -> None:

@@ -62,6 +62,29 @@ def test_greedy_seats_give_the_op_nothing_to_do(sampler: Sampler, recorder: Reco
     assert output.logprobs is None
 
 
+def test_greedy_rows_of_a_host_need_no_other_op(recorder: Recorder, tools: Any) -> None:
+    most_likely = bind("most_likely", KernelContext("cpu", torch.float32)).call
+    sampler = Sampler(SamplingOps(recorder, LOGPROBS, most_likely), 6, VOCAB, torch.device("cpu"))
+    for seat in range(3):
+        sampler.seat(tools.make_seating(seat, PROMPT))
+    values, seats, positions = logits(3), np.array([2, 0, 1]), np.array([5, 5, 5])
+    values[1, 4] = math.nan
+    wanted = values.argmax(-1).tolist()
+    wanted[1] = 0
+    first = sampler.sample(values, seats, positions)
+    assert first.read().token_ids_S.tolist() == wanted
+    assert first.read().is_faulty_S.tolist() == [False, True, False]
+    assert recorder.inputs is None
+    values.neg_()  # what was sampled before stays what it was
+    second = sampler.sample(values, seats, positions).read()
+    assert second.token_ids_S.tolist() == [int(values[0].argmax()), 0, int(values[2].argmax())]
+    assert first.token_ids_S.tolist() == wanted
+    # The same rows, of which one now belongs to somebody who wishes more.
+    sampler.seat(tools.make_seating(1, PROMPT, SamplingParams(temperature=0.0, seed=0, logit_bias=((9, 90.0),))))
+    assert sampler.sample(values, seats, positions).read().token_ids_S.tolist()[2] == 9
+    assert recorder.inputs is not None
+
+
 @pytest.mark.parametrize("num_generated", [0, 4])
 def test_penalties_follow_a_plain_reference(sampler: Sampler, tools: Any, num_generated: int) -> None:
     params = SamplingParams(

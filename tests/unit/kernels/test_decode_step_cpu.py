@@ -70,6 +70,26 @@ def test_matrices_may_stay_packed() -> None:
     assert float((logits[0] - logits[1]).norm() / logits[1].norm()) < 0.03
 
 
+def test_a_batch_may_come_again_with_other_numbers() -> None:
+    drawn = Drawn(Shape(hidden_size=64, ff_size=96), torch.float32)
+    model = drawn.model(40)
+    steps = [solution("cpu", "cpu", torch.float32)(model, 3) for _ in range(2)]
+    again, anew = (step for step in steps if not isinstance(step, Reason))
+    kept = drawn.batch([5, 0, 60], 40)
+    for positions in ([5, 0, 60], [6, 1, 61], [11, 30, 59]):
+        other = drawn.batch(positions, 40)
+        pairs = zip(
+            (kept.token_ids_R, kept.positions_R, kept.seq_lens_R, *kept.block_tables),
+            (other.token_ids_R, other.positions_R, other.seq_lens_R, *other.block_tables),
+            strict=True,
+        )
+        for ours, theirs in pairs:
+            ours.copy_(theirs)
+        assert torch.equal(again(kept), anew(other))
+    fewer = drawn.batch([7, 8], 40)
+    assert again(fewer).shape == (2, len(model.head))
+
+
 def test_rows_do_not_depend_on_each_other() -> None:
     drawn = Drawn(Shape(hidden_size=64, ff_size=96), torch.float32)
     model, batch = with_packed(drawn.model(40), "cpu"), drawn.batch([5, 0, 60, 17, 31, 2, 8], 40)

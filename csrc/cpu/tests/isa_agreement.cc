@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs every instruction set that this machine has on the same random inputs and compares it with the base set, which
 // the Python conformance suite can not reach on a machine that has a better one.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -211,6 +213,23 @@ void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, st
   }
 }
 
+// Equal numbers in one row; a number that is none in the last.
+void check_most_likely(const Kernels& set, std::vector<float> logits, std::int64_t rows, std::int64_t size) {
+  std::fill_n(logits.begin(), size, -2.0F);
+  if (rows > 1) {
+    logits.back() = std::numeric_limits<float>::quiet_NaN();
+  }
+  const auto count = static_cast<std::size_t>(rows);
+  std::vector<std::int64_t> expected(2 * count, -1);
+  std::vector<std::int64_t> actual = expected;
+  base_kernels().most_likely({logits.data(), expected.data(), expected.data() + count, rows, size, size});
+  set.most_likely({logits.data(), actual.data(), actual.data() + count, rows, size, size});
+  if (actual != expected || expected[0] != 0 || expected.back() != (rows > 1 ? 1 : 0)) {
+    std::printf("FAILED %s most_likely of %d x %d\n", set.isa, static_cast<int>(rows), static_cast<int>(size));
+    ++num_failures;
+  }
+}
+
 void check_elementwise(const Kernels& set, DType dtype, std::int64_t rows, std::int64_t size) {
   const auto count = static_cast<std::size_t>(rows * size);
   const auto x = random_values(2 * count, dtype);
@@ -222,6 +241,9 @@ void check_elementwise(const Kernels& set, DType dtype, std::int64_t rows, std::
     check("gated", set, count, dtype, [&](const Kernels& kernels, void* out) {
       kernels.gated({x.data(), out, rows, size, 2 * size, activation, dtype});
     });
+  }
+  if (dtype == DType::kFloat32) {
+    check_most_likely(set, random_floats(count), rows, size);
   }
   const std::int64_t rotary_dim = size / 2 * 2;
   const auto table = random_floats(static_cast<std::size_t>(rows * rotary_dim));

@@ -444,8 +444,8 @@ def _plain_plan(step_id: int, kind: RowKind, token_ids: Int32Array, *, seated: b
 
 
 def _copy(plan: StepPlan) -> StepPlan:
-    arrays = [getattr(plan, name) for name in _PLAN_ARRAYS]
-    return StepPlan(plan.step_id, *[array.copy() if len(array) else array for array in arrays])
+    """Of arrays without rows too: a view of the planner's memory would keep the planner alive."""
+    return StepPlan(plan.step_id, *[getattr(plan, name).copy() for name in _PLAN_ARRAYS])
 
 
 def _mesh(config: EngineConfig, communicator: Communicator | None) -> Mesh:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from tokenspeed.core.config import EngineConfig
+from tokenspeed.core.plan import StepPlan
+from tokenspeed.execution.model_runner import _copy
 from tokenspeed.kernels.platform import compiled_cpu
 from tokenspeed.kernels.registry import KernelContext, Ok
 
@@ -55,3 +57,12 @@ def test_chosen_ops_run_one_by_one(tiny_path: Path, tools: Any) -> None:
     runner = tools.new_runner(msgspec.structs.replace(config, device=chosen))
     assert runner._host_step is None
     runner.close()
+
+
+def test_a_step_keeps_no_memory_of_the_planners(tools: Any) -> None:
+    plan = tools.make_plan(3, [(0, 2, 4, 1)])
+    views = StepPlan(3, *(getattr(plan, name)[:] for name in StepPlan.__struct_fields__[1:]))
+    copied = _copy(views)
+    for name in StepPlan.__struct_fields__[1:]:
+        assert getattr(views, name).base is not None, name
+        assert getattr(copied, name).base is None, name

@@ -184,8 +184,9 @@ PROMPTS = (
 
 
 def texts(start: Any, model: Path, *flags: str) -> list[str]:
-    """What a server answers to all prompts at once, and to the first again in a form."""
-    server = start(str(model), "--kv-tokens", "4096", *flags)
+    """What a server answers to all prompts at once, and to the first again in a form. Exact weights: ranks add up in
+    another order, which shows where activations are rounded to bytes."""
+    server = start(str(model), "--exact", "--kv-tokens", "4096", *flags)
     server.client.timeout = httpx.Timeout(900.0)
     try:
         with ThreadPoolExecutor(len(PROMPTS)) as pool:

@@ -66,6 +66,16 @@ def test_the_host_tier_has_a_size_and_a_time_to_store(configs: list[Any]) -> Non
     assert (cache.host_tokens, cache.host_store) == (64, "pressure")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "form"),
+    [([], "auto"), (["--exact"], "exact"), (["--weights", "exact"], "exact"), (["--weights", "packed"], "packed")],
+)
+@pytest.mark.parametrize("command", [["serve"], ["generate", "hello"], ["chat"]], ids=" ".join)
+def test_exact_weights_have_a_flag_of_their_own(command: list[str], arguments: list[str], form: str) -> None:
+    options = cli._parser().parse_args([*command, *arguments])
+    assert flags.engine_config(options).model.weights == form
+
+
 def test_without_flags_everything_is_the_default(configs: list[Any]) -> None:
     assert cli.main(["serve"]) == 0
     assert configs[0].engine == EngineConfig()

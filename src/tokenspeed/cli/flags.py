@@ -27,13 +27,15 @@ from tokenspeed.core.request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag and the configuration field that it sets; type and default come from the field."""
+    """A flag and the configuration field that it sets; type and default come from the field. const: the value that the
+    flag stands for, where it takes none."""
 
     names: tuple[str, ...]
     struct: type[msgspec.Struct]
     field: str
     help: str
     metavar: str | None = None
+    const: str | None = None
 
 
 _SIZES = ("TOKENS", "BYTES")
@@ -42,7 +44,8 @@ MODEL_FLAGS = (
     Flag(("--revision",), ModelConfig, "revision", "branch, tag or commit of a hub model"),
     Flag(("--load-format",), ModelConfig, "load_format", "how the model is stored"),
     Flag(("--dtype",), ModelConfig, "dtype", "what is computed in; auto chooses by device"),
-    Flag(("--weights",), ModelConfig, "weights", "weights of few bits as numbers, or packed as in the file"),
+    Flag(("--weights",), ModelConfig, "weights", "weights of few bits as numbers, or packed; auto packs on a CPU"),
+    Flag(("--exact",), ModelConfig, "weights", "the same as --weights exact", const="exact"),
     Flag(
         ("--max-model-len", "--context-length"),
         ModelConfig,
@@ -167,10 +170,13 @@ def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
     """Add flags to a command; types, choices and defaults are those of their fields."""
     for flag in flags:
         info = next(known for known in msgspec.structs.fields(flag.struct) if known.name == flag.field)
-        default = "" if info.default in (None, msgspec.NODEFAULT) else f" (default: {info.default})"
+        has_default = flag.const is None and info.default not in (None, msgspec.NODEFAULT)
+        default = f" (default: {info.default})" if has_default else ""
         settings: dict[str, Any] = {"dest": flag.field, "default": None, "help": flag.help + default}
         kind, choices = _kind(info.type)
-        if kind is bool:
+        if flag.const is not None:
+            settings.update(action="store_const", const=flag.const)
+        elif kind is bool:
             settings["action"] = argparse.BooleanOptionalAction
         else:
             is_size = kind is int and flag.metavar in _SIZES

@@ -19,7 +19,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy", "scripted"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 KvDType = Literal["auto", "bf16", "fp8"]
-WeightsForm = Literal["exact", "packed"]
+WeightsForm = Literal["auto", "exact", "packed"]
 HostStoreName = Literal["seal", "pressure"]
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -28,14 +28,15 @@ DEFAULT_MODEL = "smollm2-135m"
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model, from where. model: alias, local folder, GGUF file or hub id. max_model_len: None takes the
     model's own, cut to the KV pool; a given value larger than the pool is refused. weights: blocks of a few bits become
-    numbers when they are loaded (exact), or stay packed where a kernel multiplies by them as they are (packed)."""
+    numbers when they are loaded (exact), or stay packed where a kernel multiplies by them as they are (packed); auto is
+    packed on a CPU and exact elsewhere."""
 
     model: str = DEFAULT_MODEL
     served_name: str | None = None
     revision: str | None = None
     load_format: LoadFormat = "auto"
     dtype: DType = "auto"
-    weights: WeightsForm = "exact"
+    weights: WeightsForm = "auto"
     max_model_len: int | None = None
     chat_template: str | None = None
 

@@ -106,7 +106,8 @@ class KernelBinding(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent once when the engine can serve. max_num_mixed_prefill_tokens: of prompts, in a step that also decodes."""
+    """Sent once when the engine can serve. max_num_mixed_prefill_tokens: of prompts, in a step that also decodes.
+    weight_bytes: of the parameters of rank 0; packed_bytes: of these, what stays in the blocks of its file."""
 
     model_type: str
     num_parameters: int
@@ -123,6 +124,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     vocab_size: int
     load_s: float
     num_host_blocks: int = 0
+    weight_bytes: int = 0
+    packed_bytes: int = 0
     kernels: tuple[KernelBinding, ...] = ()
 
 

@@ -225,6 +225,8 @@ def _describe(config: EngineConfig, info: RunnerInfo, load_s: float) -> EngineIn
         max_num_mixed_prefill_tokens=_mixed_prefill_tokens(config, info),
         vocab_size=info.vocab_size,
         load_s=load_s,
+        weight_bytes=info.weight_bytes,
+        packed_bytes=info.packed_bytes,
         kernels=tuple(info.kernels),
     )
 

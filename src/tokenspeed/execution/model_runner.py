@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from tokenspeed.checkpoints import ModelSource, ProgressFn
-from tokenspeed.core.config import EngineConfig, WeightsForm
+from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import CapacityError, CheckpointError, StartError
 from tokenspeed.core.ipc import KernelBinding, Vocabulary
 from tokenspeed.core.plan import Int32Array, RowField, RowKind, Seating, StepPlan
@@ -40,7 +40,7 @@ from tokenspeed.execution.ranked_sampler import RankedSampler
 from tokenspeed.execution.sampler import Sampler, SamplingOps
 from tokenspeed.execution.scripted import ScriptedModel
 from tokenspeed.execution.step_output import output_of, without_tokens
-from tokenspeed.execution.weights import load_weights, num_parameters, require_memory
+from tokenspeed.execution.weights import WeightsSize, load_weights, num_parameters, require_memory
 from tokenspeed.kernels.compile_ahead import compiled_ahead
 from tokenspeed.kernels.ops.collective import Communicator
 from tokenspeed.kernels.ops.decode_step import DecodeStep, Prepare
@@ -122,7 +122,8 @@ class ModelRunner:
         overrides, deterministic = dict(config.device.kernel_overrides), config.device.deterministic
         kv_dtype = placement.resolve_kv_dtype(config.cache, device, dtype)
         ctx = BuildContext(str(device), dtype, overrides, mesh, rank, kv_dtype=kv_dtype, deterministic=deterministic)
-        model, model_type = _build(source, ctx, config.model.weights, progress)
+        keeps_packed = placement.keeps_packed(config.model.weights, device)
+        model, model_type, weights = _build(source, ctx, progress, keeps_packed=keeps_packed)
         forward = Forward(model, ctx, communicator)
         ops, update_tables = _sampling_ops(ctx, device), ctx.bind("page_table_update")
         agree = _min_over_ranks(communicator)
@@ -144,6 +145,8 @@ class ModelRunner:
             vocab_size=model.vocab_size,
             load_s=0.0,
             groups=size.groups,
+            weight_bytes=weights.num_bytes,
+            packed_bytes=weights.num_packed_bytes,
             kernels=tuple(_binding(kernel) for kernel in ctx.bindings.values()),
         )
         buffers = InputBuffers(size, seats, layers, device, update_tables)
@@ -402,23 +405,23 @@ def _unfit_for_capture(ctx: BuildContext) -> list[str]:
 
 
 def _build(
-    source: ModelSource, ctx: BuildContext, form: WeightsForm, progress: ProgressFn | None
-) -> tuple[CausalLM | ScriptedModel, str]:
-    """The loaded model and its type."""
+    source: ModelSource, ctx: BuildContext, progress: ProgressFn | None, *, keeps_packed: bool
+) -> tuple[CausalLM | ScriptedModel, str, WeightsSize]:
+    """The loaded model, its type and its size."""
     if source.script is not None:
-        return ScriptedModel(source.config, source.script.step_s), "scripted"
+        return ScriptedModel(source.config, source.script.step_s), "scripted", WeightsSize(0, 0)
     family = resolve(source.config)
     weights = source.weights()
     try:
         model = family.build(source.config, ctx)
-        packing = plan_packing(model, weights, ctx) if form == "packed" else NOTHING_PACKED
+        packing = plan_packing(model, weights, ctx) if keeps_packed else NOTHING_PACKED
         require_memory(model, source.path, torch.device(ctx.device), packing)
         load_weights(model, weights, source.path, progress, packing)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CapacityError(f"{source.path}: out of memory while loading the weights") from error
     finally:
         weights.close()
-    return model, family.model_type
+    return model, family.model_type, WeightsSize.of(model, packing)
 
 
 def _sampling_ops(ctx: BuildContext, device: torch.device) -> SamplingOps:

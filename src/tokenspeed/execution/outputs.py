@@ -21,6 +21,7 @@ from tokenspeed.transfer import FinishedMove
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerInfo:
     """What a model runner offers. num_kv_blocks counts usable pages: ids 1 to num_kv_blocks; page 0 is the null page.
+    weight_bytes: of the parameters of this rank; packed_bytes: of these, what stays in the blocks of its file.
     groups: in the order of a plan's group numbers; num_kv_blocks is the first one's and
     kv_bytes that of all.
     max_model_len is already cut to the KV pool. max_num_batched_tokens: tokens that a step
@@ -39,6 +40,8 @@ class RunnerInfo:
     vocab_size: int
     load_s: float
     groups: tuple[CacheGroup, ...]
+    weight_bytes: int = 0
+    packed_bytes: int = 0
     kernels: tuple[KernelBinding, ...] = ()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tokenspeed.core.config import CacheConfig, DeviceConfig, DType, SchedulerConfig
+from tokenspeed.core.config import CacheConfig, DeviceConfig, DType, SchedulerConfig, WeightsForm
 from tokenspeed.core.errors import ConfigError
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -90,6 +90,11 @@ def resolve_kv_dtype(cache: CacheConfig, device: torch.device, dtype: torch.dtyp
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ConfigError("--kv-cache-dtype fp8: this GPU computes no fp8 (compute capability 8.9 does); use auto")
     return torch.float8_e4m3fn
+
+
+def keeps_packed(form: WeightsForm, device: torch.device) -> bool:
+    """Whether weights of few bits stay packed where a kernel can multiply by them; auto does so on a CPU."""
+    return form == "packed" or (form == "auto" and device.type == "cpu")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

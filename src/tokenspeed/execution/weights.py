@@ -11,6 +11,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -60,14 +61,28 @@ def num_parameters(model: CausalLM) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsSize:
+    """Bytes of the parameters of this rank, and those of them that stay packed."""
+
+    num_bytes: int
+    num_packed_bytes: int
+
+    @classmethod
+    def of(cls, model: CausalLM, packing: Packing) -> WeightsSize:
+        """Known before anything is read, and the same afterwards."""
+        packed = {id(matrix.weight) for matrix in packing}
+        plain = sum(each.numel() * each.element_size() for each in model.parameters() if id(each) not in packed)
+        num_packed_bytes = sum(part.num_bytes for parts in packing.values() for part in parts)
+        return cls(plain + num_packed_bytes, num_packed_bytes)
+
+
 def require_memory(model: CausalLM, path: Path, device: torch.device, packing: Packing = NOTHING_PACKED) -> None:
     """CapacityError when the parameters would not fit. Memory of a CPU is taken only as they are filled; elsewhere it
     is taken already."""
     if device.type != "cpu":
         return
-    packed = {id(matrix.weight) for matrix in packing}
-    needed = sum(each.numel() * each.element_size() for each in model.parameters() if id(each) not in packed)
-    needed += sum(part.num_bytes for parts in packing.values() for part in parts)
+    needed = WeightsSize.of(model, packing).num_bytes
     available = available_memory_bytes(device)
     if needed > available:
         raise CapacityError(

@@ -100,12 +100,23 @@ def _host_tier(info: EngineInfo) -> tuple[tuple[str, str], ...]:
     return (("host tier", f"{num_tokens:,} tokens in {info.num_host_blocks:,} blocks"),)
 
 
+def _weights(info: EngineInfo) -> tuple[tuple[str, str], ...]:
+    """How much is packed and how much is numbers; nothing of a model without weights."""
+    if info.weight_bytes == 0:
+        return ()
+    if info.packed_bytes == 0:
+        return (("weights", f"{info.weight_bytes / 2**20:,.0f} MiB in {info.dtype}"),)
+    packed_mib, numbers_mib = info.packed_bytes / 2**20, (info.weight_bytes - info.packed_bytes) / 2**20
+    return (("weights", f"{packed_mib:,.1f} MiB packed, {numbers_mib:,.1f} MiB in {info.dtype}"),)
+
+
 def banner(info: EngineInfo, name: str, address: str, grpc_url: str | None = None) -> str:
     """What a user wants to know when serving begins. grpc_url: where gateways are served, if they are."""
     kv_tokens = info.num_kv_blocks * info.block_size
     rows = (
         ("model", f"{name} ({info.model_type}, {_parameters(info.num_parameters)} parameters)"),
         ("device", f"{info.device}, {info.dtype}, {info.num_threads} threads"),
+        *_weights(info),
         ("KV cache", f"{kv_tokens:,} tokens in {info.num_kv_blocks:,} blocks, {info.kv_bytes / 2**20:,.0f} MiB"),
         *_host_tier(info),
         (

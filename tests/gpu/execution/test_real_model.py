@@ -52,7 +52,7 @@ def answers(path: Path, device: str, dtype: str, **options: object) -> list[Requ
 
 @pytest.fixture(scope="module")
 def expected(smollm2_path: Path) -> list[RequestOutput]:
-    return answers(smollm2_path, "cpu", "float32")
+    return answers(smollm2_path, "cpu", "float32", weights="exact")
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["captured", "op-by-op"])

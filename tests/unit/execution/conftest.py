@@ -95,7 +95,7 @@ def engine_config(path: Path | str, **options: object) -> EngineConfig:
             load_format=load_format,  # type: ignore[arg-type]
             max_model_len=options.get("max_model_len"),  # type: ignore[arg-type]
             dtype=options.get("dtype", "auto"),  # type: ignore[arg-type]
-            weights=options.get("weights", "exact"),  # type: ignore[arg-type]
+            weights=options.get("weights", "auto"),  # type: ignore[arg-type]
         ),
         cache=CacheConfig(
             kv_tokens=options.get("kv_tokens", 2048),  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -178,10 +179,35 @@ def test_memory_is_asked_for_what_is_packed(tmp_path: Path, monkeypatch: pytest.
         loading.require_memory(model, path, torch.device("cpu"), packing)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_on_a_cpu_packs_what_it_can_unless_told_otherwise(
+    tmp_path: Path, tools: Any, dtype: str, deterministic: bool
+) -> None:
+    path = write_gguf(tmp_path / "a.gguf", {"token_embd": "Q8_0", "ffn_down": "F32"})
+    infos = {}
+    for form in ("auto", "packed", "exact"):
+        config = tools.engine_config(path, weights=form, dtype=dtype)
+        device = msgspec.structs.replace(config.device, deterministic=deterministic)
+        runner = tools.new_runner(msgspec.structs.replace(config, device=device))
+        runner.close()
+        infos[form] = runner.info
+    itemsize = 2 if dtype == "bfloat16" else 4
+    num_packed_bytes = VOCAB * HIDDEN // 32 * 34 + (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM * HIDDEN // 32 * 20
+    num_packed_bytes += 2 * FF * HIDDEN // 32 * 20
+    num_bytes = num_packed_bytes + (FF * HIDDEN + 3 * HIDDEN) * itemsize
+    for form in ("auto", "packed"):
+        assert (infos[form].weight_bytes, infos[form].packed_bytes) == (num_bytes, num_packed_bytes)
+        assert "packed_linear" in {kernel.op for kernel in infos[form].kernels}
+    exact = infos["exact"]
+    assert (exact.weight_bytes, exact.packed_bytes) == (exact.num_parameters * itemsize, 0)
+    assert "packed_linear" not in {kernel.op for kernel in exact.kernels}
+
+
 def test_a_row_does_not_depend_on_its_batch(tmp_path: Path, tools: Any) -> None:
     """The same tokens and log-probabilities alone and among others."""
     path = write_gguf(tmp_path / "a.gguf", {"token_embd": "Q8_0"})
-    loop = tools.Loop(tools.engine_config(path, weights="packed"))
+    loop = tools.Loop(tools.engine_config(path))
     try:
         assert "packed_linear" in {kernel.op for kernel in loop.runner.info.kernels}
         wishes = [tools.Wish([(7 * row + 3 * place) % VOCAB for place in range(9 + row)], 6) for row in range(6)]

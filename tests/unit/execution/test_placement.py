@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a step has, and of prompts where it decodes: as told, by measured speed on a CPU, within limits."""
+"""How many tokens a step has, and of prompts where it decodes: as told, by measured speed on a CPU, within limits. And
+where weights stay packed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tokenspeed.core.config import SchedulerConfig
+from tokenspeed.core.config import SchedulerConfig, WeightsForm
 from tokenspeed.execution import cuda_graph
 from tokenspeed.execution.placement import (
     GPU_MIXED_STEP_UNIT,
     GPU_STEP_TOKENS,
     STEP_S,
     STEP_TOKENS_MAX,
+    keeps_packed,
     mixed_prefill_tokens,
     mixed_step_unit,
     step_tokens,
@@ -50,3 +52,20 @@ def test_steps_that_decode_have_whole_units_on_a_gpu_unless_their_prompt_tokens_
 @pytest.mark.parametrize(("given", "expected"), [(777, 777), (None, 8192), (9000, 8192)])
 def test_prompt_tokens_of_a_step_that_decodes(given: int | None, expected: int) -> None:
     assert mixed_prefill_tokens(SchedulerConfig(max_num_mixed_prefill_tokens=given), GPU_STEP_TOKENS) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "device", "expected"),
+    [
+        ("auto", CPU, True),
+        ("auto", GPU, False),
+        ("exact", CPU, False),
+        ("exact", GPU, False),
+        ("packed", CPU, True),
+        ("packed", GPU, True),
+    ],
+)
+def test_weights_stay_packed_on_a_cpu_unless_told_otherwise(
+    form: WeightsForm, device: torch.device, expected: bool
+) -> None:
+    assert keeps_packed(form, device) is expected

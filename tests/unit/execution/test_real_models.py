@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real weights: greedy tokens equal transformers' in float32 on the same file, however the requests are run.
+"""Real weights: exact ones give transformers' greedy tokens in float32 on the same file, however the requests are run.
 
-Packed weights, whose activations are rounded, are held to what the oracle says of the same text.
+Packed ones, the default, whose activations are rounded, are held to what the oracle says of the same text.
 
 The oracle reads prompt and answer in one pass; its most likely token after each prefix must be the next one of the
 answer. Where its two best logits are closer than TIE the position counts as a tie and either is right.
@@ -76,7 +76,7 @@ def oracle_faults(path: Path, prompts: Sequence[list[int]], answers: Sequence[li
 def check_against_oracle(path: Path, tools: Any, num_alone: int) -> None:
     """Six prompts of 64 tokens all together against the oracle, and the last num_alone of them alone."""
     prompts = encode(path, TEXTS)
-    loop = tools.Loop(tools.engine_config(path, kv_tokens=8192, num_threads=NUM_THREADS))
+    loop = tools.Loop(tools.engine_config(path, kv_tokens=8192, num_threads=NUM_THREADS, weights="exact"))
     try:
         wishes = [tools.Wish(prompt, NUM_TOKENS) for prompt in prompts]
         together = [request.token_ids for request in loop.run(wishes)]
@@ -119,7 +119,7 @@ def check_packed_against_oracle(path: Path, tools: Any) -> None:
     log-probability of the next token is off by 0.05 at most in the mean."""
     prompts = encode(path, TEXTS)
     sampling = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=1)
-    loop = tools.Loop(tools.engine_config(path, kv_tokens=8192, num_threads=NUM_THREADS, weights="packed"))
+    loop = tools.Loop(tools.engine_config(path, kv_tokens=8192, num_threads=NUM_THREADS))
     try:
         assert "packed_linear" in {kernel.op for kernel in loop.runner.info.kernels}
         answers = [request.token_ids for request in loop.run([tools.Wish(prompt, NUM_TOKENS) for prompt in prompts])]

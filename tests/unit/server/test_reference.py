@@ -75,7 +75,7 @@ def page_flags(text: str) -> Iterator[tuple[str, str]]:
 
 def default_of(flag: flags.Flag) -> Any:
     field = next(known for known in msgspec.structs.fields(flag.struct) if known.name == flag.field)
-    return None if field.default is msgspec.NODEFAULT else field.default
+    return None if flag.const is not None or field.default is msgspec.NODEFAULT else field.default
 
 
 def parsed(words: str) -> dict[str, Any]:

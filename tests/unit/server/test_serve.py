@@ -43,7 +43,11 @@ def test_the_banner_says_what_matters() -> None:
     for words in ("small (t, 135 M parameters)", "cpu, float32, 1 threads", "1,024 tokens", "3 MiB", "512 tokens"):
         assert words in text
     assert text.splitlines()[-1] == "Press Ctrl-C to stop."
-    assert "host tier" not in text
+    assert "host tier" not in text and "weights" not in text
+    numbers = banner(engine_info(weight_bytes=513 << 20), "small", "http://127.0.0.1:1")
+    assert "  weights    513 MiB in float32\n" in numbers
+    packed = banner(engine_info(weight_bytes=94 << 20, packed_bytes=92 << 20), "small", "http://127.0.0.1:1")
+    assert "  weights    92.0 MiB packed, 2.0 MiB in float32\n" in packed
     tiered = banner(engine_info(num_host_blocks=128), "small", "http://127.0.0.1:1")
     assert "host tier  2,048 tokens in 128 blocks" in tiered
 

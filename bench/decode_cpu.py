@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode speed of one stream on the CPU, ours (float32, the default, and bfloat16) beside transformers bf16: same file,
-same threads, same run.
+"""Decode speed of one stream on the CPU, ours (exact weights in float32 and in bfloat16) beside transformers bf16: same
+file, same threads, same run.
 
 Prints a line a round and ends with one JSON object. The floor is the bytes of all weights over the read bandwidth that
 this run measures; the engines take turns, so a noisy machine harms all alike.
@@ -73,7 +73,7 @@ async def our_round(llm: AsyncLLM, token_ids: list[int], num_tokens: int) -> flo
 
 
 async def start(args: argparse.Namespace, dtype: DType) -> AsyncLLM:
-    model = ModelConfig(model=args.model, dtype=dtype)
+    model = ModelConfig(model=args.model, dtype=dtype, weights="exact")
     cache = CacheConfig(kv_tokens=2 * (args.prompt_len + args.num_tokens))
     return await AsyncLLM.start(EngineConfig(model=model, cache=cache, device=DeviceConfig(num_threads=args.threads)))
 

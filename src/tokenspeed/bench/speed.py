@@ -33,9 +33,12 @@ SHRINK_MAX = 1024
 REPS_MAX = 100
 HEADER = ("figure", "floor", "measured", "x floor", "rate")
 _CEILINGS_WAIT_S = 120.0
+_DECODE_FIGURES = ("token_s", "itl_s", "user_token_s")
 _ENGINE_FACTS = (
     "model_type",
     "num_parameters",
+    "weight_bytes",
+    "packed_bytes",
     "device",
     "dtype",
     "block_size",
@@ -206,15 +209,23 @@ def _described(info: EngineInfo) -> dict[str, Any]:
 def _floors(
     source: ModelSource, info: EngineInfo, ceilings: Ceilings, shapes: Shapes, figures: dict[str, list[Measured]]
 ) -> dict[str, dict[str, float]]:
-    """Of each figure that has one; none for a model whose configuration does not say what is needed."""
+    """Of each figure that has one; none for a model whose configuration does not say what is needed. Packed weights
+    are multiplied as bytes, of which nobody has measured how many the machine computes: then only what is read counts,
+    and prompts have no floor."""
     kv_bytes_token = info.kv_bytes / (info.num_kv_blocks * info.block_size)
     try:
         cost = ModelCost.of(source.config, info.num_parameters, info.dtype, kv_bytes_token)
     except (KeyError, TypeError, ValueError):
         return {}
 
+    is_packed = info.packed_bytes > 0
+    if is_packed:
+        itemsize = min(cost.itemsize, info.weight_bytes / info.num_parameters)
+        cost = dataclasses.replace(cost, itemsize=itemsize)
+
     def decode_s(context_len: int, num_out: int, num_rows: int = 1) -> float:
-        return ceilings.floor_s(*cost.decode((context_len + num_out // 2,) * num_rows))
+        num_bytes, flop = cost.decode((context_len + num_out // 2,) * num_rows)
+        return ceilings.floor_s(num_bytes, 0.0 if is_packed else flop)
 
     def prefill_s(num_new: int, num_cached: int = 0) -> float:
         return ceilings.floor_s(*cost.prefill(num_new, num_cached))
@@ -230,6 +241,8 @@ def _floors(
         itl_s = decode_s(shapes.batch_len, shapes.batch_out[-1], size)
         floors[f"C{size}"] = {"itl_s": itl_s, "cold_s": (size - num_known) * prefill_s(shapes.batch_len)}
         num_known = size
+    if is_packed:
+        floors = {name: {key: each[key] for key in _DECODE_FIGURES if key in each} for name, each in floors.items()}
     return {name: floors[name] for name in figures}
 
 

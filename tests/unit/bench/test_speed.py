@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +71,27 @@ def test_all_phases_of_a_folder_without_tokenizer_or_weights(folder: Path, capsy
     weights = result["engine"]["num_parameters"] - 300 * 32
     assert result["floors"]["A"]["token_s"] == pytest.approx(4 * weights / 1e12, rel=0.2)
     assert result["ceilings"]["read_bytes_s"] == 1e12
+
+
+def test_packed_weights_are_read_in_their_own_size_and_only_what_is_read_counts() -> None:
+    """What the machine computes was measured on numbers: it would be no floor of products of bytes."""
+    source, figures = SimpleNamespace(config=CONFIG), {name: [] for name in ("A", "B", "C16", "C64", "D")}
+    num_parameters, num_kv_bytes = 100_000, 64 * 32 * 16
+    facts = {"num_parameters": num_parameters, "kv_bytes": num_kv_bytes, "weight_bytes": 4 * num_parameters}
+    ceilings = Ceilings("a machine", read_bytes_s=1e12, flop_s=1e3, cache_bytes=1)
+
+    def floors(ceilings: Ceilings, **changes: int) -> dict[str, dict[str, float]]:
+        info = engine_info(**{**facts, **changes})
+        return speed._floors(source, info, ceilings, Shapes().shrunk(256), figures)  # type: ignore[arg-type]
+
+    packed = floors(ceilings, weight_bytes=num_parameters // 2, packed_bytes=num_parameters // 4)
+    assert {name: set(each) for name, each in packed.items()} == {
+        "A": {"token_s"}, "B": {"token_s"}, "C16": {"itl_s"}, "C64": {"itl_s"}, "D": {"user_token_s"}
+    }  # fmt: skip
+    assert floors(ceilings)["A"]["token_s"] > 1.0, "numbers are multiplied at that rate"
+    reads_only = dataclasses.replace(ceilings, flop_s=1e30)
+    kv_s = floors(reads_only, weight_bytes=1, packed_bytes=1)["A"]["token_s"]
+    assert packed["A"]["token_s"] - kv_s == pytest.approx((floors(reads_only)["A"]["token_s"] - kv_s) / 8, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ TOKENSPEED_INLINE Highest highest_of(const float* numbers, std::int64_t size) {
     for (int lane = count; lane < kLanes; ++lane) {
       value[lane] = numbers[0];
     }
-    nans |= value != value;
+    nans |= ~(value <= splat(__builtin_inff()));
     most = value > most ? value : most;
   });
   Highest found{numbers[0], false};

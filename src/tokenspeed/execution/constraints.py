@@ -82,7 +82,7 @@ class Constraints:
     def accept(self, seat: int, token_id: int) -> None:
         """The token that the seat takes. One that may not come, as a script says it, ends the constraint."""
         constraint = self._seat_of(seat)
-        constraint.pending = self._following.submit(constraint.accept, token_id)
+        constraint.pending = self._following.submit(constraint.accept, constraint.pending, token_id)
 
     def close(self) -> None:
         """End the threads."""
@@ -119,7 +119,9 @@ class _Constraint:
             self._take(token_id)
         self._fill()
 
-    def accept(self, token_id: int) -> None:
+    def accept(self, before: Future[None], token_id: int) -> None:
+        """before: what was pending; it may be under way on another thread."""
+        before.result()
         self._take(token_id)
         self._fill()
 

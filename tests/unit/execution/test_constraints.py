@@ -4,6 +4,8 @@ is closed when its budget is spent, errors that end one seat."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,7 +18,7 @@ from tokenspeed.core.plan import Seating
 from tokenspeed.core.request import Grammar, SamplingParams, ThinkingBudget
 from tokenspeed.execution.constraints import Constraints
 from tokenspeed.execution.sampler import Sampler, SamplingOps
-from tokenspeed.grammar import GrammarError, Mask
+from tokenspeed.grammar import Compiler, GrammarError, Mask, Matcher, resolve
 from tokenspeed.kernels.ops.logprobs.reference import logprobs
 from tokenspeed.kernels.ops.sampling.reference import sample
 from tokenspeed.llm.grammars import vocabulary_of
@@ -76,6 +78,29 @@ def test_nothing_of_the_one_before_stays_in_a_seat(constraints: Constraints) -> 
     constraints.seat(seating(grammar=Grammar("regex", "ab")))
     constraints.seat(seating(grammar=Grammar("regex", "xyz")))
     assert may(constraints, 0) == {LETTER["x"]}
+
+
+class _Waits:
+    """A compiler that is done when it is told to be."""
+
+    def __init__(self, compiler: Compiler, may_go_on: threading.Event) -> None:
+        self._compiler, self._may_go_on = compiler, may_go_on
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        assert self._may_go_on.wait(10.0)
+        return self._compiler.compile(grammar)
+
+
+def test_a_token_that_comes_while_the_grammar_is_compiled_is_taken_after_that() -> None:
+    compiled = threading.Event()
+    slow = Constraints(4, NUM_LOGITS, backend=lambda name, vocabulary: _Waits(resolve(name, vocabulary), compiled))
+    slow.know(vocabulary_of(TOKENIZER, [END]))
+    slow.seat(seating(grammar=Grammar("regex", "ab|c")))
+    slow.accept(0, LETTER["a"])
+    time.sleep(0.05)
+    compiled.set()
+    assert may(slow, 0) == {LETTER["b"]}
+    slow.close()
 
 
 def test_a_token_that_may_not_come_frees_the_seat(constraints: Constraints) -> None:

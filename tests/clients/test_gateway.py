@@ -250,7 +250,8 @@ def test_a_refusal_reaches_the_client_and_harms_no_one(gateway: Gateway) -> None
 def test_a_client_that_leaves_frees_the_engine(gateway: Gateway, server: Server) -> None:
     body = {"model": MODEL, "stream": True, "messages": user("on and on"), "max_tokens": len(LONG)}
     with gateway.client.stream("POST", "/v1/chat/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: the client leaves when it is let go
+        next(lines)
         assert server.process.metric("num_requests_running") == 1
     deadline = time.monotonic() + 30.0
     while server.process.metric("num_requests_running") > 0:

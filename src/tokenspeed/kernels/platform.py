@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -79,6 +80,20 @@ def triton_on_cuda(ctx: KernelContext) -> Support:
     if importlib.util.find_spec("triton") is None:
         return Reason("triton is not installed")
     return Ok()
+
+
+def gluon_on_hopper(ctx: KernelContext, triton_version: str) -> Support:
+    """Whether Gluon kernels for compute capability 9 and 16-bit numbers run, of the Triton that they are written in:
+    the language changes from version to version."""
+    support = triton_on_cuda(ctx)
+    if not isinstance(support, Ok):
+        return support
+    if torch.cuda.get_device_capability(ctx.device)[0] != 9:
+        return Reason("its device code is for compute capability 9")
+    if ctx.dtype not in (torch.bfloat16, torch.float16):
+        return Reason(f"{ctx.dtype} is not bfloat16 or float16")
+    version = importlib.metadata.version("triton")
+    return Ok() if version.startswith(f"{triton_version}.") else Reason(f"triton is {version}, not {triton_version}")
 
 
 def has_dependent_launch(device: str) -> bool:

@@ -10,7 +10,6 @@ the reference, and never pays.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 
 from tokenspeed.kernels.ops.gated_linear import ACTIVATIONS
 from tokenspeed.kernels.ops.gated_linear.reference import Reference
-from tokenspeed.kernels.platform import triton_on_cuda
-from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Ok, Reason, Solution, Support
+from tokenspeed.kernels.platform import gluon_on_hopper
+from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution, Support
 
 PARTS = 2
 """Warpgroups that multiply."""
@@ -50,15 +49,7 @@ PLAN = Plan()
 
 
 def supports(ctx: KernelContext) -> Support:
-    support = triton_on_cuda(ctx)
-    if not isinstance(support, Ok):
-        return support
-    if torch.cuda.get_device_capability(ctx.device)[0] != 9:
-        return Reason("its device code is for compute capability 9")
-    if ctx.dtype not in (torch.bfloat16, torch.float16):
-        return Reason(f"{ctx.dtype} is not bfloat16 or float16")
-    version = importlib.metadata.version("triton")
-    return Ok() if version.startswith(f"{TRITON_VERSION}.") else Reason(f"triton is {version}, not {TRITON_VERSION}")
+    return gluon_on_hopper(ctx, TRITON_VERSION)
 
 
 def build(ctx: KernelContext) -> Kernel:

@@ -9,15 +9,14 @@ other heads and pages) goes the way of `triton`.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from typing import Any
 
 import torch
 
 from tokenspeed.kernels.ops.paged_attention import FP8_PAGES, SINKS, triton
 from tokenspeed.kernels.ops.paged_attention.triton import Call
-from tokenspeed.kernels.platform import triton_on_cuda
-from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Ok, Reason, Solution, Support
+from tokenspeed.kernels.platform import gluon_on_hopper
+from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution, Support
 
 HALF_M = 64
 """Packed queries of a warpgroup, of which two share a tile."""
@@ -33,15 +32,7 @@ TRITON_VERSION = "3.6"
 
 
 def supports(ctx: KernelContext) -> Support:
-    support = triton_on_cuda(ctx)
-    if not isinstance(support, Ok):
-        return support
-    if torch.cuda.get_device_capability(ctx.device)[0] != 9:
-        return Reason("its device code is for compute capability 9")
-    if ctx.dtype not in (torch.bfloat16, torch.float16):
-        return Reason(f"{ctx.dtype} is not bfloat16 or float16")
-    version = importlib.metadata.version("triton")
-    return Ok() if version.startswith(f"{TRITON_VERSION}.") else Reason(f"triton is {version}, not {TRITON_VERSION}")
+    return gluon_on_hopper(ctx, TRITON_VERSION)
 
 
 def build(ctx: KernelContext) -> Kernel:

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "packed_formats.h"
+#include "packed_inputs.h"
 
 namespace tokenspeed::cpu {
 namespace {
@@ -24,32 +25,6 @@ constexpr std::int64_t kItemBytes = 1 << 16;  // of weight that few rows read at
 constexpr std::int64_t kPiecesMax = 8;
 constexpr std::int64_t kFetchAhead = 4096;  // bytes: the hardware stops at the end of a page
 constexpr std::int64_t kFetchLine = 64;
-
-// What 32 activations are multiplied by, and their sums: together, and of the first and the second 16.
-struct Scale {
-  float scale, sum, halves[2];
-};
-
-// Rows of activations as bytes: panel_blocks blocks of each row, row after row, then those that follow of each; so that
-// what meets one panel lies together.
-struct Rows8 {
-  std::int8_t* codes;
-  Scale* scales;
-  std::int64_t num_rows, panel_blocks;
-
-  // From `row` and a panel's block on, up to the end of the panel.
-  [[nodiscard]] Rows8 at(std::int64_t row, std::int64_t panel, std::int64_t block) const {
-    const std::int64_t place = (panel * num_rows + row) * panel_blocks + block;
-    return {codes + place * kBlockInputs, scales + place, num_rows, panel_blocks};
-  }
-};
-
-TOKENSPEED_INLINE Vec8 load8(const float* source) { return load_vector<Vec8>(source); }
-
-TOKENSPEED_INLINE Vec8 load8(const Bf16* source) {
-  typedef std::uint16_t Halves __attribute__((vector_size(16)));
-  return as<Vec8>(__builtin_convertvector(load_vector<Halves>(source), Words) << 16);
-}
 
 TOKENSPEED_INLINE void store8(float* target, Vec8 value) { __builtin_memcpy(target, &value, sizeof(value)); }
 
@@ -82,64 +57,6 @@ TOKENSPEED_INLINE void store_first(T* target, Vec8 value, std::int64_t count) {
   T buffer[kFold];
   store8(buffer, value);
   __builtin_memcpy(target, buffer, static_cast<std::size_t>(count) * sizeof(T));
-}
-
-// In every lane the largest of all.
-TOKENSPEED_INLINE Ints largest_of(Ints value) {
-  Ints other = __builtin_shufflevector(value, value, 4, 5, 6, 7, 0, 1, 2, 3);
-  value = value > other ? value : other;
-  other = __builtin_shufflevector(value, value, 2, 3, 0, 1, 6, 7, 4, 5);
-  value = value > other ? value : other;
-  other = __builtin_shufflevector(value, value, 1, 0, 3, 2, 5, 4, 7, 6);
-  return value > other ? value : other;
-}
-
-// In lanes 0 and 4 the sums of the first and the second 16 codes.
-TOKENSPEED_INLINE Ints sums_of(SignedBytes codes) {
-  Ints sums = pair_products(pair_products(Bytes{} + 1, codes), Shorts{} + 1);
-  sums += __builtin_shufflevector(sums, sums, 2, 3, 0, 1, 6, 7, 4, 5);
-  return sums + __builtin_shufflevector(sums, sums, 1, 0, 3, 2, 5, 4, 7, 6);
-}
-
-// 32 inputs to the nearest of 255 numbers. An input that is not finite makes the scale NaN, and so the results.
-template <typename T>
-TOKENSPEED_INLINE void quantize_block(const T* source, std::int8_t* codes, Scale& out) {
-  typedef std::int8_t Eight __attribute__((vector_size(8)));
-  Vec8 values[4];
-  Ints most = {};
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    values[i] = load8(source + 8 * i);
-    // Of numbers without a sign the bits are in the same order, and those of what is not finite come last.
-    const Ints size = as<Ints>(values[i]) & 0x7FFFFFFF;
-    most = most > size ? most : size;
-  }
-  const Ints bits = largest_of(most);
-  const float largest = as<Vec8>(bits)[0];
-  const bool is_finite = bits[0] < 0x7F800000;
-  const float inverse = largest > 0.0F && is_finite ? 127.0F / largest : 0.0F;
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const Eight bytes = __builtin_convertvector(nearest(values[i] * inverse), Eight);
-    __builtin_memcpy(codes + 8 * i, &bytes, sizeof(bytes));
-  }
-  const float scale = is_finite ? largest / 127.0F : __builtin_nanf("");
-  const Ints sums = sums_of(load_vector<SignedBytes>(codes));
-  const auto first = static_cast<float>(sums[0]);
-  const auto second = static_cast<float>(sums[4]);
-  out = {scale, scale * (first + second), {scale * first, scale * second}};
-}
-
-template <typename T>
-void quantize_row(const T* source, std::int64_t num_blocks, const Rows8& rows, std::int64_t row) {
-  for (std::int64_t first = 0, panel = 0; first < num_blocks; first += rows.panel_blocks, ++panel) {
-    const Rows8 target = rows.at(row, panel, 0);
-    const std::int64_t left = num_blocks - first;
-    const std::int64_t size = left < rows.panel_blocks ? left : rows.panel_blocks;
-    for (std::int64_t block = 0; block < size; ++block, source += kBlockInputs) {
-      quantize_block(source, target.codes + block * kBlockInputs, target.scales[block]);
-    }
-  }
 }
 
 // sums[row][tile] += rows x tiles over `num_blocks` blocks of the panel, a block of which has one for each tile.
@@ -209,32 +126,52 @@ struct PieceJob {
   std::int64_t first_output, first_item, num_tiles, tiles_an_item;
 };
 
+// Some tiles of a piece and, of many rows, some rows.
+struct PackedItem {
+  const PieceJob& job;
+  std::int64_t first_row, first_tile, num_tiles;
+};
+
 struct PackedJob {
-  const PackedLinearArgs& args;
+  PackedLinearArgs args;
   Rows8 rows;
   PieceJob pieces[kPiecesMax];
-  std::int64_t num_items, num_row_blocks;
+  std::int64_t num_items, num_row_blocks, most_tiles_an_item;
 
-  void operator()(std::int64_t item) const {
+  [[nodiscard]] PackedItem item_at(std::int64_t item) const {
     std::int64_t index = 0;
     while (index + 1 < args.num_pieces && item >= pieces[index + 1].first_item) {
       index += 1;
     }
     const PieceJob& job = pieces[index];
     const std::int64_t place = item - job.first_item;
-    const std::int64_t first_row = place % num_row_blocks * kPanelRows;
     const std::int64_t first_tile = place / num_row_blocks * job.tiles_an_item;
     const std::int64_t left = job.num_tiles - first_tile;
-    const std::int64_t num_tiles = left < job.tiles_an_item ? left : job.tiles_an_item;
-    with_format(static_cast<PackedFormat>(job.piece->format), [&](auto format) {
-      using F = decltype(format);
-      if (args.num_rows <= kFewRows) {
-        few_rows<F>(job, first_tile, num_tiles);
-      } else {
-        const std::int64_t rows_left = args.num_rows - first_row;
-        many_rows<F>(job, first_tile, num_tiles, first_row, rows_left < kPanelRows ? rows_left : kPanelRows);
+    return {job, place % num_row_blocks * kPanelRows, first_tile, left < job.tiles_an_item ? left : job.tiles_an_item};
+  }
+
+  // Of many rows.
+  void operator()(std::int64_t index) const {
+    const PackedItem item = item_at(index);
+    const std::int64_t left = args.num_rows - item.first_row;
+    with_format(static_cast<PackedFormat>(item.job.piece->format),
+                [&](auto format) { many_rows<decltype(format)>(item, left < kPanelRows ? left : kPanelRows); });
+  }
+
+  // Of few rows: eight results of each of them, tile by tile.
+  void compute(std::int64_t index, float* results) const {
+    const PackedItem item = item_at(index);
+    with_format(static_cast<PackedFormat>(item.job.piece->format),
+                [&](auto format) { few_rows<decltype(format)>(item, results); });
+  }
+
+  void commit(std::int64_t index, const float* results) const {
+    const PackedItem item = item_at(index);
+    for (std::int64_t tile = item.first_tile; tile < item.first_tile + item.num_tiles; ++tile) {
+      for (std::int64_t row = 0; row < args.num_rows; ++row, results += kTileRows) {
+        finish(item.job, row, tile, load8(results));
       }
-    });
+    }
   }
 
   template <typename F>
@@ -243,28 +180,28 @@ struct PackedJob {
   }
 
   template <typename F>
-  void few_rows(const PieceJob& job, std::int64_t first_tile, std::int64_t num_tiles) const {
+  void few_rows(const PackedItem& item, float* results) const {
     if constexpr (kFewRows > 1) {
       switch (args.num_rows) {
         case 4:
-          return few_rows<F, 4>(job, first_tile, num_tiles);
+          return few_rows<F, 4>(item, results);
         case 3:
-          return few_rows<F, 3>(job, first_tile, num_tiles);
+          return few_rows<F, 3>(item, results);
         case 2:
-          return few_rows<F, 2>(job, first_tile, num_tiles);
+          return few_rows<F, 2>(item, results);
         default:
           break;
       }
     }
-    few_rows<F, 1>(job, first_tile, num_tiles);
+    few_rows<F, 1>(item, results);
   }
 
   template <typename F, int kRows>
-  void few_rows(const PieceJob& job, std::int64_t first_tile, std::int64_t num_tiles) const {
+  void few_rows(const PackedItem& item, float* results) const {
     constexpr std::int64_t kParts = F::kInputs / kBlockInputs;
     const std::int64_t num_blocks = args.num_inputs / F::kInputs;
-    const Byte* source = tile_at<F>(job, first_tile);
-    for (std::int64_t tile = first_tile; tile < first_tile + num_tiles; ++tile) {
+    const Byte* source = tile_at<F>(item.job, item.first_tile);
+    for (std::int64_t tile = 0; tile < item.num_tiles; ++tile) {
       Vec8 sums[kRows][1] = {};
       for (std::int64_t block = 0; block < num_blocks; ++block, source += F::kBytes) {
         for (std::int64_t line = 0; line < F::kBytes; line += kFetchLine) {
@@ -276,24 +213,24 @@ struct PackedJob {
           multiply<F, kRows, 1>(rows.at(0, 0, block * kParts + part), &own, 1, sums);
         }
       }
-      for (std::int64_t row = 0; row < kRows; ++row) {
-        finish(job, row, tile, sums[row][0]);
+      for (std::int64_t row = 0; row < kRows; ++row, results += kTileRows) {
+        store8(results, sums[row][0]);
       }
     }
   }
 
   // Some tiles, panel by panel of the rows' activations.
   template <typename F>
-  void many_rows(const PieceJob& job, std::int64_t first_tile, std::int64_t num_tiles, std::int64_t first_row,
-                 std::int64_t num_rows) const {
+  void many_rows(const PackedItem& item, std::int64_t num_rows) const {
     const std::int64_t num_blocks = args.num_inputs / kBlockInputs;
     const std::int64_t pair_sums = num_rows * kPanelTiles * kTileRows;
-    const auto num_sums = static_cast<std::size_t>(pair_sums * (num_tiles + 1) / kPanelTiles);
+    const auto num_sums = static_cast<std::size_t>(pair_sums * (item.num_tiles + 1) / kPanelTiles);
     float* sums = scratch(0, num_sums);
     __builtin_memset(sums, 0, num_sums * sizeof(float));
     for (std::int64_t panel = 0; panel * rows.panel_blocks < num_blocks; ++panel) {
-      for (std::int64_t place = 0; place < num_tiles; place += kPanelTiles) {
-        add_pair<F>(job, first_tile + place, panel, first_row, num_rows, sums + place / kPanelTiles * pair_sums);
+      for (std::int64_t place = 0; place < item.num_tiles; place += kPanelTiles) {
+        add_pair<F>(item.job, item.first_tile + place, panel, item.first_row, num_rows,
+                    sums + place / kPanelTiles * pair_sums);
       }
     }
   }
@@ -390,32 +327,25 @@ struct QuantizeJob {
   }
 };
 
-// The activations as bytes, in the caller's scratch.
-TOKENSPEED_INLINE Rows8 quantized(const PackedLinearArgs& args) {
+// How activations lie as bytes, and how many blocks of them there are in all.
+TOKENSPEED_INLINE Rows8 shape_of(const PackedLinearArgs& args, std::int64_t& num_blocks) {
   const std::int64_t row_blocks = args.num_inputs / kBlockInputs;
-  const bool is_few = args.num_rows <= kFewRows;
-  const std::int64_t num_panels = is_few ? 1 : (row_blocks + kPanelBlocks - 1) / kPanelBlocks;
+  const std::int64_t num_panels = args.num_rows <= kFewRows ? 1 : (row_blocks + kPanelBlocks - 1) / kPanelBlocks;
   const std::int64_t panel_blocks = (row_blocks + num_panels - 1) / num_panels;
-  const std::int64_t num_blocks = num_panels * args.num_rows * panel_blocks;
-  constexpr std::int64_t kWords = (kBlockInputs + sizeof(Scale)) / sizeof(float);
-  float* memory = scratch(1, static_cast<std::size_t>(num_blocks * kWords));
-  auto* scales = reinterpret_cast<Scale*>(memory + num_blocks * kBlockInputs / 4);
-  QuantizeJob job{args, {reinterpret_cast<std::int8_t*>(memory), scales, args.num_rows, panel_blocks}};
-  if (is_few) {
-    for (std::int64_t row = 0; row < args.num_rows; ++row) {
-      job(row);
-    }
-  } else {
-    parallel(args.num_rows, job);
-  }
-  return job.rows;
+  num_blocks = num_panels * args.num_rows * panel_blocks;
+  return {nullptr, nullptr, args.num_rows, panel_blocks};
 }
 
-void packed_linear(const PackedLinearArgs& args) {
-  if (args.num_rows == 0) {
-    return;
-  }
-  PackedJob job{args, quantized(args), {}, 0, 1};
+constexpr std::size_t kBytesABlock = kBlockInputs + sizeof(Scale);  // of activations as bytes
+
+TOKENSPEED_INLINE void place_rows(std::byte* memory, std::int64_t num_blocks, Rows8& rows) {
+  rows.codes = reinterpret_cast<std::int8_t*>(memory);
+  rows.scales = reinterpret_cast<Scale*>(memory + num_blocks * kBlockInputs);
+}
+
+// Shares the outputs out.
+TOKENSPEED_INLINE void share_out(PackedJob& job) {
+  const PackedLinearArgs& args = job.args;
   const bool is_few = args.num_rows <= kFewRows;
   job.num_row_blocks = is_few ? 1 : (args.num_rows + kPanelRows - 1) / kPanelRows;
   std::int64_t first_output = 0;
@@ -431,9 +361,56 @@ void packed_linear(const PackedLinearArgs& args) {
     const std::int64_t tiles_an_item = is_few ? (even < most ? even : most) : group;
     job.pieces[index] = {&piece, first_output, job.num_items, num_tiles, tiles_an_item};
     job.num_items += (num_tiles + tiles_an_item - 1) / tiles_an_item * job.num_row_blocks;
+    job.most_tiles_an_item = job.most_tiles_an_item > tiles_an_item ? job.most_tiles_an_item : tiles_an_item;
     first_output += piece.num_outputs;
   }
+}
+
+struct FewRowsTask : BackupTask {
+  PackedJob job;
+};
+
+// What threads read lies behind the task.
+TOKENSPEED_INLINE void multiply_few(const PackedLinearArgs& args) {
+  constexpr std::size_t kTaskBytes = (sizeof(FewRowsTask) + 63) / 64 * 64;
+  std::int64_t num_blocks = 0;
+  const Rows8 shape = shape_of(args, num_blocks);
+  std::byte* memory = lasting_memory(kTaskBytes + static_cast<std::size_t>(num_blocks) * kBytesABlock);
+  auto* task = reinterpret_cast<FewRowsTask*>(memory);
+  *task = {{[](const BackupTask& own, std::int64_t item, float* result) {
+              static_cast<const FewRowsTask&>(own).job.compute(item, result);
+            },
+            [](const BackupTask& own, std::int64_t item, const float* result) {
+              static_cast<const FewRowsTask&>(own).job.commit(item, result);
+            },
+            0, 0},
+           {args, shape, {}, 0, 1, 0}};
+  place_rows(memory + kTaskBytes, num_blocks, task->job.rows);
+  const QuantizeJob quantize{args, task->job.rows};
+  for (std::int64_t row = 0; row < args.num_rows; ++row) {
+    quantize(row);
+  }
+  share_out(task->job);
+  task->count = task->job.num_items;
+  task->num_result_floats = static_cast<std::size_t>(task->job.most_tiles_an_item * args.num_rows * kTileRows);
+  parallel_with_backup(*task);
+}
+
+TOKENSPEED_INLINE void multiply_many(const PackedLinearArgs& args) {
+  std::int64_t num_blocks = 0;
+  PackedJob job{args, shape_of(args, num_blocks), {}, 0, 1, 0};
+  auto* memory = scratch(1, static_cast<std::size_t>(num_blocks) * kBytesABlock / sizeof(float));
+  place_rows(reinterpret_cast<std::byte*>(memory), num_blocks, job.rows);
+  QuantizeJob quantize{args, job.rows};
+  parallel(args.num_rows, quantize);
+  share_out(job);
   parallel(job.num_items, job);
+}
+
+void packed_linear(const PackedLinearArgs& args) {
+  if (args.num_rows > 0) {
+    args.num_rows <= kFewRows ? multiply_few(args) : multiply_many(args);
+  }
 }
 
 // Row `row` of a packed matrix as numbers.

@@ -280,6 +280,7 @@ void decode_step(const Kernels& set, const StepModel& model, const StepBatch& ba
   const auto num_bytes = static_cast<std::size_t>(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}));
   auto* memory = reinterpret_cast<std::byte*>(scratch(kStepSlot, num_bytes / sizeof(float)));
   const Buffers buffers = cut(memory, sizes);
+  const LateScope scope;
   Step(set, model, batch, buffers).run();
 }
 

@@ -50,10 +50,19 @@ SHAPES = {
 
 
 class Drawn:
-    """Models and batches with random numbers, equal for equal seeds."""
+    """Models and batches with random numbers, equal for equal seeds. page_dtype: of pages, None for the model's."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        seed: int = 0,
+        *,
+        page_dtype: torch.dtype | None = None,
+    ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
+        self.page_dtype = page_dtype or dtype
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *size: int, std: float = 1.0, mean: float = 0.0) -> torch.Tensor:
@@ -64,8 +73,8 @@ class Drawn:
         shape = self.shape
         extent = (num_pages, shape.num_kv_heads, shape.block_size, shape.head_dim)
         if shape.head_major:
-            return self.normal(*extent).transpose(1, 2)
-        return self.normal(extent[0], extent[2], extent[1], extent[3])
+            return self.normal(*extent).to(self.page_dtype).transpose(1, 2)
+        return self.normal(extent[0], extent[2], extent[1], extent[3]).to(self.page_dtype)
 
     def layer(self, num_pages: int, window: int | None, group: int) -> DenseLayer:
         shape = self.shape
@@ -142,12 +151,14 @@ class Drawn:
 
 
 def copied(model: DenseModel, dtype: torch.dtype) -> DenseModel:
-    """The model with pages of its own, all in a dtype; the tables of angles stay as they are."""
+    """The model with pages of its own, all in a dtype; the tables of angles stay as they are, and so do pages of a
+    dtype of their own."""
 
     def taken(name: str, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.clone() if name == "table_PR" else value.to(dtype, copy=True)
+        is_apart = name in ("k_pages", "v_pages") and value.dtype is not model.embed.dtype
+        return value.clone() if is_apart or name == "table_PR" else value.to(dtype, copy=True)
 
     def fields(part: DenseModel | DenseLayer) -> dict[str, object]:
         return {field.name: taken(field.name, getattr(part, field.name)) for field in dataclasses.fields(part)}
@@ -193,4 +204,6 @@ def agreement(prepare: Prepare, drawn: Drawn, positions: list[int], *, tolerance
     assert error < tolerance, f"logits differ by {error:.1e}"
     for ours, theirs in zip(model.layers, expected_model.layers, strict=True):
         for actual, expected in ((ours.k_pages, theirs.k_pages), (ours.v_pages, theirs.v_pages)):
-            torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance * 4, equal_nan=True)
+            torch.testing.assert_close(
+                actual.float(), expected.float(), rtol=tolerance, atol=tolerance * 4, equal_nan=True
+            )

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over pages with a running softmax (arXiv:2205.14135), in float32.
+// Attention over pages with a running softmax (arXiv:2205.14135), in float32; what pages keep is widened where it is
+// read.
 //
 // What is added to what depends on a token's position alone: keys are taken in tiles of kTile positions aligned to the
 // sequence, tiles are gathered into spans of kSpan positions with a softmax state of their own, and spans are merged in
@@ -28,7 +29,8 @@ struct QueryBlock {
   std::int64_t row, kv_head, first_token, num_tokens;  // tokens of the row, from 0
 };
 
-template <typename T>
+// T: numbers of queries and of the output. N: those of pages.
+template <typename T, typename N>
 struct AttentionJob {
   const AttentionArgs& args;
   std::int64_t width;      // head_dim rounded up to vectors
@@ -76,69 +78,71 @@ struct AttentionJob {
                 [&](std::int64_t i, int count) { store_upto(target + i, load(state.values + i) * scale, count); });
   }
 
-  // Walks the positions of a row without dividing for each.
-  struct Cursor {
-    std::int64_t block, slot;
+  // Positions that a token sees of the tile that begins at `start`.
+  struct Seen {
+    std::int64_t first, last;
   };
 
-  [[nodiscard]] Cursor cursor_at(std::int64_t position) const {
-    return {position / args.block_size, position % args.block_size};
-  }
-
-  void advance(Cursor& cursor) const {
-    cursor.slot += 1;
-    if (cursor.slot == args.block_size) {
-      cursor = {cursor.block + 1, 0};
-    }
-  }
-
-  [[nodiscard]] const T* key_at(const QueryBlock& block, const Cursor& cursor) const {
-    const std::int64_t page = args.block_tables[block.row * args.table_stride + cursor.block];
-    return static_cast<const T*>(args.k_pages) + page * args.k_page_stride + cursor.slot * args.k_slot_stride +
-           block.kv_head * args.k_head_stride;
-  }
-
-  [[nodiscard]] const T* value_at(const QueryBlock& block, const Cursor& cursor) const {
-    const std::int64_t page = args.block_tables[block.row * args.table_stride + cursor.block];
-    return static_cast<const T*>(args.v_pages) + page * args.v_page_stride + cursor.slot * args.v_slot_stride +
-           block.kv_head * args.v_head_stride;
-  }
-
-  // Asks for memory of the next tile: pages are scattered, so the hardware can not guess.
-  void fetch(const T* source) const {
-    for (std::int64_t i = 0; i < args.head_dim; i += 64 / static_cast<std::int64_t>(sizeof(T))) {
-      __builtin_prefetch(source + i);
-    }
-  }
-
-  // Points at the keys and values of positions [start, start + kTile), or copies them where that pays. Positions at or
-  // past `end` repeat the last one before it.
-  void load_tile(const QueryBlock& block, std::int64_t start, std::int64_t end, float* copies, Tile& tile) const {
-    const bool copy = sizeof(T) != sizeof(float) || width != args.head_dim || block.num_tokens > 1;
-    const std::int64_t num_live = min_of(kTile, end - start);
-    Cursor cursor = cursor_at(start);
-    for (std::int64_t t = 0; t < num_live; ++t, advance(cursor)) {
-      const T* key = key_at(block, cursor);
-      const T* value = value_at(block, cursor);
-      if (copy) {
-        float* key_copy = copies + 2 * t * width;
-        widen(key, key_copy, args.head_dim, width);
-        widen(value, key_copy + width, args.head_dim, width);
-        tile.keys[t] = key_copy;
-        tile.values[t] = key_copy + width;
-      } else {
-        tile.keys[t] = reinterpret_cast<const float*>(key);
-        tile.values[t] = reinterpret_cast<const float*>(value);
+  // Calls each(key, value) of the positions [start, end) in turn.
+  template <typename Each>
+  __attribute__((always_inline)) void for_tokens(const QueryBlock& block, std::int64_t start, std::int64_t end,
+                                                 Each each) const {
+    const std::int32_t* pages = args.block_tables + block.row * args.table_stride + start / args.block_size;
+    std::int64_t slot = start % args.block_size;
+    for (; start < end; ++pages, slot = 0) {
+      const N* key = static_cast<const N*>(args.k_pages) + *pages * args.k_page_stride + slot * args.k_slot_stride +
+                     block.kv_head * args.k_head_stride;
+      const N* value = static_cast<const N*>(args.v_pages) + *pages * args.v_page_stride + slot * args.v_slot_stride +
+                       block.kv_head * args.v_head_stride;
+      const std::int64_t stop = min_of(end, start + args.block_size - slot);
+      for (; start < stop; ++start, key += args.k_slot_stride, value += args.v_slot_stride) {
+        each(key, value);
       }
     }
+  }
+
+  // Asks for memory of a tile to come: pages are scattered, so the hardware can not guess.
+  void fetch_tile(const QueryBlock& block, std::int64_t start, std::int64_t end) const {
+    for_tokens(block, start, min_of(start + kTile, end), [&](const N* key, const N* value) {
+      for (std::int64_t i = 0; i < args.head_dim; i += 64 / static_cast<std::int64_t>(sizeof(N))) {
+        __builtin_prefetch(key + i);
+        __builtin_prefetch(value + i);
+      }
+    });
+  }
+
+  // Positions of a tile at or past the last that is there repeat that one.
+  template <typename Any>
+  static void fill_tile(TileOf<Any>& tile, std::int64_t num_live) {
     for (std::int64_t t = num_live; t < kTile; ++t) {
       tile.keys[t] = tile.keys[num_live - 1];
       tile.values[t] = tile.values[num_live - 1];
     }
-    for (std::int64_t t = kTile; t < min_of(2 * kTile, end - start); ++t, advance(cursor)) {
-      fetch(key_at(block, cursor));
-      fetch(value_at(block, cursor));
-    }
+  }
+
+  // Points at the keys and values of positions [start, start + kTile) that are before `end`.
+  void point_at_tile(const QueryBlock& block, std::int64_t start, std::int64_t end, TileOf<N>& tile) const {
+    std::int64_t t = 0;
+    for_tokens(block, start, min_of(start + kTile, end), [&](const N* key, const N* value) {
+      tile.keys[t] = key;
+      tile.values[t] = value;
+      t += 1;
+    });
+    fill_tile(tile, t);
+  }
+
+  // The same as floats, padded with zeros to `width`.
+  void copy_tile(const QueryBlock& block, std::int64_t start, std::int64_t end, float* copies, Tile& tile) const {
+    std::int64_t t = 0;
+    for_tokens(block, start, min_of(start + kTile, end), [&](const N* key, const N* value) {
+      float* key_copy = copies + 2 * t * width;
+      widen(key, key_copy, args.head_dim, width);
+      widen(value, key_copy + width, args.head_dim, width);
+      tile.keys[t] = key_copy;
+      tile.values[t] = key_copy + width;
+      t += 1;
+    });
+    fill_tile(tile, t);
   }
 
   // The softmax states of the block's queries over the positions of one span.
@@ -148,29 +152,59 @@ struct AttentionJob {
       clear(states[query], width);
     }
     float* copies = scratch(1, static_cast<std::size_t>(3 * kTile * width));
-    Tile tile;
     const std::int64_t seen_end = position(block, block.num_tokens - 1) + 1;
     const std::int64_t end = min_of((span + 1) * kSpan, seen_end);
     const std::int64_t seen_start = max_of(span * kSpan, window_start(position(block, 0)));
     for (std::int64_t start = seen_start / kTile * kTile; start < end; start += kTile) {
-      load_tile(block, start, end, copies, tile);
-      if (block.num_tokens > 1) {
-        attend_turned(block, start, queries, tile, copies + 2 * kTile * width, states);
+      fetch_tile(block, start + kTile, end);
+      if (block.num_tokens == 1 && width == args.head_dim) {
+        TileOf<N> tile;
+        point_at_tile(block, start, end, tile);
+        attend_alone(block, start, queries, tile, states);
         continue;
       }
-      const Seen seen = seen_of(block, 0, start);
-      for (std::int64_t query = 0; query < num_queries && seen.first < seen.last; ++query) {
-        float weights[kTile] = {};
-        multiply_keys(queries + query * width, width, tile, seen.first, seen.last, weights);
-        add_tile(args, width, tile, seen.first, seen.last, weights, states[query]);
+      Tile tile;
+      copy_tile(block, start, end, copies, tile);
+      if (block.num_tokens == 1) {
+        attend_alone(block, start, queries, tile, states);
+      } else {
+        attend_turned(block, start, queries, tile, copies + 2 * kTile * width, states);
       }
     }
   }
 
-  // What a token sees of the tile that begins at `start`.
-  struct Seen {
-    std::int64_t first, last;
-  };
+  // The queries of one token and a tile, some at a time.
+  template <typename Any>
+  void attend_alone(const QueryBlock& block, std::int64_t start, const float* queries, const TileOf<Any>& tile,
+                    Softmax* states) const {
+    const Seen seen = seen_of(block, 0, start);
+    if (seen.first >= seen.last) {
+      return;
+    }
+    std::int64_t query = 0;
+    for (; query + kMeet<Any> <= num_group; query += kMeet<Any>) {
+      attend_some<kMeet<Any>>(queries + query * width, tile, seen, states + query);
+    }
+    if constexpr (kMeet<Any> > 1) {
+      switch (num_group - query) {
+        case 1:
+          return attend_some<1>(queries + query * width, tile, seen, states + query);
+        case 2:
+          return attend_some<2>(queries + query * width, tile, seen, states + query);
+        case 3:
+          return attend_some<3>(queries + query * width, tile, seen, states + query);
+        default:
+          return;
+      }
+    }
+  }
+
+  template <int kNum, typename Any>
+  void attend_some(const float* queries, const TileOf<Any>& tile, const Seen& seen, Softmax* states) const {
+    float weights[kNum * kTile] = {};
+    multiply_keys<kNum>(queries, width, tile, seen.first, seen.last, weights);
+    add_tile<kNum>(args, width, tile, seen.first, seen.last, weights, states);
+  }
 
   [[nodiscard]] Seen seen_of(const QueryBlock& block, std::int64_t token, std::int64_t start) const {
     const std::int64_t at = position(block, token);
@@ -190,7 +224,7 @@ struct AttentionJob {
       for (; done < min_of(first + kQueries, num_queries); ++done) {
         const Seen seen = seen_of(block, done / num_group, start);
         if (seen.first < seen.last) {
-          add_tile(args, width, tile, seen.first, seen.last, weights + (done - first) * kTile, states[done]);
+          add_tile<1>(args, width, tile, seen.first, seen.last, weights + (done - first) * kTile, states + done);
         }
       }
     }
@@ -280,8 +314,8 @@ struct AttentionPlan {
 };
 
 // Calls emit(block) for each query block, the last and longest of a row first.
-template <typename T, typename Emit>
-TOKENSPEED_INLINE void for_blocks(const AttentionJob<T>& job, Emit emit) {
+template <typename Job, typename Emit>
+TOKENSPEED_INLINE void for_blocks(const Job& job, Emit emit) {
   for (std::int64_t row = 0; row < job.args.num_rows; ++row) {
     const std::int64_t query_len = job.query_len(row);
     for (std::int64_t block = (query_len + kTokenBlock - 1) / kTokenBlock - 1; block >= 0; --block) {
@@ -294,8 +328,8 @@ TOKENSPEED_INLINE void for_blocks(const AttentionJob<T>& job, Emit emit) {
 }
 
 // Spans become items of their own where whole blocks would leave threads idle.
-template <typename T>
-AttentionPlan plan_attention(const AttentionJob<T>& job) {
+template <typename Job>
+AttentionPlan plan_attention(const Job& job) {
   std::int64_t num_blocks = 0;
   std::int64_t num_spans = 0;
   for_blocks(job, [&](const QueryBlock& block) {
@@ -319,9 +353,10 @@ AttentionPlan plan_attention(const AttentionJob<T>& job) {
   return plan;
 }
 
-template <typename T>
+template <typename T, typename N>
 void paged_attention_of(const AttentionArgs& args) {
-  const AttentionJob<T> job{args, (args.head_dim + kLanes - 1) / kLanes * kLanes, args.num_heads / args.num_kv_heads};
+  const AttentionJob<T, N> job{args, (args.head_dim + kLanes - 1) / kLanes * kLanes,
+                               args.num_heads / args.num_kv_heads};
   const std::int64_t row_size = args.num_heads * args.head_dim;
   const std::int64_t num_live = args.num_rows > 0 ? args.query_start[args.num_rows] : 0;
   __builtin_memset(static_cast<T*>(args.out) + num_live * row_size, 0,
@@ -346,7 +381,10 @@ void paged_attention_of(const AttentionArgs& args) {
 }
 
 void paged_attention(const AttentionArgs& args) {
-  args.dtype == DType::kFloat32 ? paged_attention_of<float>(args) : paged_attention_of<Bf16>(args);
+  if (args.dtype == DType::kBFloat16) {
+    return paged_attention_of<Bf16, Bf16>(args);
+  }
+  args.page_dtype == DType::kFloat32 ? paged_attention_of<float, float>(args) : paged_attention_of<float, Bf16>(args);
 }
 
 }  // namespace

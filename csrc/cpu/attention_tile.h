@@ -18,10 +18,17 @@ struct Softmax {
   float total;
 };
 
-struct Tile {
-  const float* keys[kTile];
-  const float* values[kTile];
+// Keys and values of a tile, each a run of numbers N.
+template <typename N>
+struct TileOf {
+  const N* keys[kTile];
+  const N* values[kTile];
 };
+using Tile = TileOf<float>;
+
+// Queries of one token that meet a tile of numbers N together: what is not float32 is widened once for all of them.
+template <typename N>
+constexpr int kMeet = sizeof(N) == sizeof(float) ? 1 : 4;
 
 TOKENSPEED_INLINE std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 TOKENSPEED_INLINE std::int64_t max_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
@@ -32,26 +39,40 @@ TOKENSPEED_INLINE void clear(Softmax& state, std::int64_t width) {
   __builtin_memset(state.values, 0, static_cast<std::size_t>(width) * sizeof(float));
 }
 
-// kVectors vectors of values: values = values * decay + sum over t of weights[t] * v[t].
-template <int kVectors>
-TOKENSPEED_INLINE void add_values(float* values, const Tile& tile, const float* weights, std::int64_t first,
-                                  std::int64_t last, std::int64_t offset, float decay) {
-  Vec sums[kVectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i) {
-    sums[i] = load(values + offset + i * kLanes) * decay;
-  }
-  for (std::int64_t t = first; t < last; ++t) {
-    const float* source = tile.values[t] + offset;
-    const Vec weight = splat(weights[t]);
+// kVectors vectors of the values of kNum queries: values = values * decay + sum over t of weights[t] * v[t].
+template <int kVectors, int kNum, typename N>
+TOKENSPEED_INLINE void add_values(Softmax* states, const TileOf<N>& tile, const float* weights, std::int64_t first,
+                                  std::int64_t last, std::int64_t offset, const float* decays) {
+  Vec sums[kNum][kVectors];
+#pragma GCC unroll 4
+  for (int query = 0; query < kNum; ++query) {
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
-      sums[i] += weight * load(source + i * kLanes);
+      sums[query][i] = load(states[query].values + offset + i * kLanes) * decays[query];
     }
   }
+  for (std::int64_t t = first; t < last; ++t) {
+    const N* source = tile.values[t] + offset;
+    Vec each[kNum];
+#pragma GCC unroll 4
+    for (int query = 0; query < kNum; ++query) {
+      each[query] = splat(weights[query * kTile + t]);
+    }
 #pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i) {
-    store(values + offset + i * kLanes, sums[i]);
+    for (int i = 0; i < kVectors; ++i) {
+      const Vec value = load(source + i * kLanes);
+#pragma GCC unroll 4
+      for (int query = 0; query < kNum; ++query) {
+        sums[query][i] = multiply_add(each[query], value, sums[query][i]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int query = 0; query < kNum; ++query) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+      store(states[query].values + offset + i * kLanes, sums[query][i]);
+    }
   }
 }
 
@@ -81,20 +102,45 @@ TOKENSPEED_INLINE float to_scores(const AttentionArgs& args, std::int64_t first,
   return top;
 }
 
-// The sums of products of one query and the keys of a tile, those of the positions [first, last) at least.
-__attribute__((noinline)) void multiply_keys(const float* query, std::int64_t width, const Tile& tile,
+// The sums of products of kNum queries, `width` apart, and the keys of a tile, those of the positions [first, last) at
+// least. scores: kTile for each query.
+template <int kNum, typename N>
+__attribute__((noinline)) void multiply_keys(const float* queries, std::int64_t width, const TileOf<N>& tile,
                                              std::int64_t first, std::int64_t last, float* scores) {
+  constexpr int kKeys = kNum == 1 ? 8 : kNum == 2 ? 4 : 2;  // at a time, so that sums stay in registers
   for (std::int64_t group = first / 8 * 8; group < last; group += 8) {
-    Vec sums[8] = {};
-    for (std::int64_t i = 0; i < width; i += kLanes) {
-      const Vec q = load(query + i);
+    Vec sums[kNum][8];
+#pragma GCC unroll 4
+    for (int done = 0; done < 8; done += kKeys) {
+      Vec some[kNum][kKeys] = {};
+      for (std::int64_t i = 0; i < width; i += kLanes) {
+        Vec q[kNum];
+#pragma GCC unroll 4
+        for (int query = 0; query < kNum; ++query) {
+          q[query] = load(queries + query * width + i);
+        }
 #pragma GCC unroll 8
-      for (int t = 0; t < 8; ++t) {
-        sums[t] = multiply_add(q, load(tile.keys[group + t] + i), sums[t]);
+        for (int t = 0; t < kKeys; ++t) {
+          const Vec key = load(tile.keys[group + done + t] + i);
+#pragma GCC unroll 4
+          for (int query = 0; query < kNum; ++query) {
+            some[query][t] = multiply_add(q[query], key, some[query][t]);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int query = 0; query < kNum; ++query) {
+#pragma GCC unroll 8
+        for (int t = 0; t < kKeys; ++t) {
+          sums[query][done + t] = some[query][t];
+        }
       }
     }
-    const Vec8 totals = sum_each(sums);
-    __builtin_memcpy(scores + group, &totals, sizeof(totals));
+#pragma GCC unroll 4
+    for (int query = 0; query < kNum; ++query) {
+      const Vec8 totals = sum_each(sums[query]);
+      __builtin_memcpy(scores + query * kTile + group, &totals, sizeof(totals));
+    }
   }
 }
 
@@ -179,10 +225,10 @@ __attribute__((noinline)) void multiply_turned(const float* queries, std::int64_
   }
 }
 
-// Adds the positions [first, last) of a tile to one query's softmax. weights: its sums of products with the keys there;
-// they are changed.
-__attribute__((noinline)) void add_tile(const AttentionArgs& args, std::int64_t width, const Tile& tile,
-                                        std::int64_t first, std::int64_t last, float* weights, Softmax& state) {
+// From the sums of products of one query to the weights of the positions [first, last), zeros elsewhere; the query's
+// softmax takes them into its total. Returns what its values so far are to be multiplied by.
+TOKENSPEED_INLINE float to_weights(const AttentionArgs& args, std::int64_t first, std::int64_t last, float* weights,
+                                   Softmax& state) {
   const float tile_top = to_scores(args, first, last, weights);
   const float top = tile_top > state.top ? tile_top : state.top;
   const float decay = exp(state.top - top);
@@ -195,15 +241,28 @@ __attribute__((noinline)) void add_tile(const AttentionArgs& args, std::int64_t 
   }
   state.top = top;
   state.total = state.total * decay + sum(total);
+  return decay;
+}
+
+// Adds the positions [first, last) of a tile to the softmax of kNum queries. weights: their sums of products with the
+// keys there, kTile for each; they are changed.
+template <int kNum, typename N>
+__attribute__((noinline)) void add_tile(const AttentionArgs& args, std::int64_t width, const TileOf<N>& tile,
+                                        std::int64_t first, std::int64_t last, float* weights, Softmax* states) {
+  float decays[kNum];
+  for (int query = 0; query < kNum; ++query) {
+    decays[query] = to_weights(args, first, last, weights + query * kTile, states[query]);
+  }
+  constexpr int kMost = kNum == 1 ? 8 : kLanes == 16 || kNum < 4 ? 4 : 2;  // vectors at a time, which fill registers
   std::int64_t offset = 0;
-  for (; offset + 8 * kLanes <= width; offset += 8 * kLanes) {
-    add_values<8>(state.values, tile, weights, first, last, offset, decay);
+  for (; offset + kMost * kLanes <= width; offset += kMost * kLanes) {
+    add_values<kMost, kNum>(states, tile, weights, first, last, offset, decays);
   }
   for (; offset + 2 * kLanes <= width; offset += 2 * kLanes) {
-    add_values<2>(state.values, tile, weights, first, last, offset, decay);
+    add_values<2, kNum>(states, tile, weights, first, last, offset, decays);
   }
   for (; offset < width; offset += kLanes) {
-    add_values<1>(state.values, tile, weights, first, last, offset, decay);
+    add_values<1, kNum>(states, tile, weights, first, last, offset, decays);
   }
 }
 

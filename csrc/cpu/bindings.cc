@@ -82,7 +82,7 @@ void bind_attention(nb::module_& module) {
                 Int num_rows, Int num_tokens, Int num_heads, Int num_kv_heads, Int head_dim, Int block_size,
                 Int q_token_stride, Int q_head_stride, Int k_page_stride, Int k_slot_stride, Int k_head_stride,
                 Int v_page_stride, Int v_slot_stride, Int v_head_stride, Int table_stride, float scale, Int window,
-                float soft_cap, int dtype) {
+                float soft_cap, int dtype, int page_dtype) {
                const AttentionArgs args{at(q),
                                         at(k_pages),
                                         at(v_pages),
@@ -109,7 +109,8 @@ void bind_attention(nb::module_& module) {
                                         scale,
                                         window,
                                         soft_cap,
-                                        DType(dtype)};
+                                        DType(dtype),
+                                        DType(page_dtype)};
                call(kernels().paged_attention, args, kUnlockSize);
              });
 }
@@ -145,10 +146,10 @@ void bind_elementwise(nb::module_& module) {
              });
   module.def("kv_write", [](std::uintptr_t source, std::uintptr_t pages, std::uintptr_t slots, Int num_tokens,
                             Int num_heads, Int head_dim, Int block_size, Int token_stride, Int head_stride,
-                            Int page_stride, Int slot_stride, Int page_head_stride, int dtype) {
-    const KvWriteArgs args{at(source),  at(pages),        array_at<Int>(slots), num_tokens,  num_heads,
-                           head_dim,    block_size,       token_stride,         head_stride, page_stride,
-                           slot_stride, page_head_stride, DType(dtype)};
+                            Int page_stride, Int slot_stride, Int page_head_stride, int dtype, int page_dtype) {
+    const KvWriteArgs args{at(source),  at(pages),        array_at<Int>(slots), num_tokens,       num_heads,
+                           head_dim,    block_size,       token_stride,         head_stride,      page_stride,
+                           slot_stride, page_head_stride, DType(dtype),         DType(page_dtype)};
     call(kernels().kv_write, args, num_tokens * num_heads * head_dim);
   });
   module.def("most_likely", [](std::uintptr_t logits, std::uintptr_t token_ids, std::uintptr_t is_faulty, Int num_rows,

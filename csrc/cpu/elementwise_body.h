@@ -132,19 +132,29 @@ void gated_of(const GatedArgs& args) {
 
 void gated(const GatedArgs& args) { args.dtype == DType::kFloat32 ? gated_of<float>(args) : gated_of<Bf16>(args); }
 
-void kv_write(const KvWriteArgs& args) {
-  const std::int64_t item_size = args.dtype == DType::kFloat32 ? 4 : 2;
-  const auto* source = static_cast<const char*>(args.source);
-  auto* pages = static_cast<char*>(args.pages);
+template <typename T, typename N>
+void kv_write_of(const KvWriteArgs& args) {
   for (std::int64_t token = 0; token < args.num_tokens; ++token) {
     const std::int64_t slot = args.slots[token];
     const std::int64_t place = slot / args.block_size * args.page_stride + slot % args.block_size * args.slot_stride;
     for (std::int64_t head = 0; head < args.num_heads; ++head) {
-      __builtin_memcpy(pages + (place + head * args.page_head_stride) * item_size,
-                       source + (token * args.token_stride + head * args.head_stride) * item_size,
-                       static_cast<std::size_t>(args.head_dim * item_size));
+      N* target = static_cast<N*>(args.pages) + place + head * args.page_head_stride;
+      const T* source = static_cast<const T*>(args.source) + token * args.token_stride + head * args.head_stride;
+      if constexpr (sizeof(T) == sizeof(N)) {
+        __builtin_memcpy(target, source, static_cast<std::size_t>(args.head_dim) * sizeof(T));
+      } else {
+        for_vectors(args.head_dim,
+                    [&](std::int64_t i, int count) { store_upto(target + i, load_upto(source + i, count), count); });
+      }
     }
   }
+}
+
+void kv_write(const KvWriteArgs& args) {
+  if (args.dtype == DType::kBFloat16) {
+    return kv_write_of<Bf16, Bf16>(args);
+  }
+  args.page_dtype == DType::kFloat32 ? kv_write_of<float, float>(args) : kv_write_of<float, Bf16>(args);
 }
 
 struct Highest {

@@ -24,6 +24,7 @@ struct LinearArgs {
 };
 
 // See kernels/ops/paged_attention. A token's bits depend on its own row only, and not on how the row is cut into steps.
+// Pages are of dtype, or bfloat16.
 struct AttentionArgs {
   const void* q;
   const void* k_pages;
@@ -41,7 +42,8 @@ struct AttentionArgs {
   float scale;
   std::int64_t window;  // 0: none
   float soft_cap;       // 0: none
-  DType dtype;
+  DType dtype;          // of q and out
+  DType page_dtype;
 };
 
 // x is (num_outer, num_inner, size) with two strides; residual is (num_outer, size) and used where num_inner is 1.
@@ -85,6 +87,7 @@ struct MostLikelyArgs {
   std::int64_t num_rows, size, stride;
 };
 
+// Pages are of dtype, or bfloat16: rounded to the nearest, of two to the even one.
 struct KvWriteArgs {
   const void* source;
   void* pages;
@@ -92,7 +95,8 @@ struct KvWriteArgs {
   std::int64_t num_tokens, num_heads, head_dim, block_size;
   std::int64_t token_stride, head_stride;
   std::int64_t page_stride, slot_stride, page_head_stride;
-  DType dtype;
+  DType dtype;  // of source
+  DType page_dtype;
 };
 
 // Some rows of a weight that stays packed: a whole matrix as packed_layout.h has it.

@@ -63,11 +63,21 @@ TOKENSPEED_INLINE Vec load(const float* source) {
   return result;
 }
 
-TOKENSPEED_INLINE Vec load(const Bf16* source) {
+// The compiler widens a vector in two halves that it puts together again, unless it is told how. Its own header warns
+// of the form without a mask.
+TOKENSPEED_INLINE VecBits widened(const Bf16* source) {
   VecHalf half;
   __builtin_memcpy(&half, source, sizeof(half));
-  return reinterpret_cast<Vec>(__builtin_convertvector(half, VecBits) << 16);
+#if TOKENSPEED_LANES == 16 && defined(__AVX512F__)
+  return as<VecBits>(_mm512_maskz_cvtepu16_epi32(0xFFFF, as<__m256i>(half)));
+#elif TOKENSPEED_LANES == 8 && defined(__AVX2__)
+  return as<VecBits>(_mm256_cvtepu16_epi32(as<__m128i>(half)));
+#else
+  return __builtin_convertvector(half, VecBits);
+#endif
 }
+
+TOKENSPEED_INLINE Vec load(const Bf16* source) { return as<Vec>(widened(source) << 16); }
 
 TOKENSPEED_INLINE void store(float* target, Vec value) { __builtin_memcpy(target, &value, sizeof(value)); }
 

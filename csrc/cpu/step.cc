@@ -212,7 +212,7 @@ class Step {
   void write(const StepLayer& layer, const StepPages& pages, const Heads& heads) const {
     set_.kv_write({heads.data, pages.data, buffers_.slots + layer.group * batch_.num_rows, batch_.num_rows,
                    heads.num_heads, model_.head_dim, model_.block_size, heads.stride, model_.head_dim,
-                   pages.page_stride, pages.slot_stride, pages.head_stride, dtype_});
+                   pages.page_stride, pages.slot_stride, pages.head_stride, dtype_, DType(model_.page_dtype)});
   }
 
   void attend(const StepLayer& layer) const {
@@ -260,7 +260,8 @@ class Step {
                           .scale = model_.scale,
                           .window = layer.window,
                           .soft_cap = 0.0F,
-                          .dtype = dtype_});
+                          .dtype = dtype_,
+                          .page_dtype = DType(model_.page_dtype)});
   }
 
   const Kernels& set_;

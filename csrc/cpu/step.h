@@ -54,6 +54,7 @@ struct StepModel {
   std::int64_t num_heads, num_kv_heads, head_dim, block_size;
   std::int64_t activation;  // an Activation
   std::int64_t dtype;       // a DType
+  std::int64_t page_dtype;  // a DType: of K and V in pages
   float eps, weight_offset;
   float scale, embed_scale;
 };

@@ -149,15 +149,21 @@ void check_packed(const Kernels& set, PackedFormat format, DType dtype, std::int
 
 constexpr float kSinks[] = {0.5F, -3.0F, 40.0F, -100.0F, 1.0F, 0.0F};  // one for each head
 
+// Of queries, and of keys and values.
+struct AttentionDTypes {
+  DType dtype, page_dtype;
+};
+
 template <std::int64_t kKvHeads = 2>
-void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, std::int64_t seq_len,
+void check_attention(const Kernels& set, AttentionDTypes dtypes, std::int64_t query_len, std::int64_t seq_len,
                      std::int64_t head_dim, std::int64_t window, const float* sinks = nullptr) {
+  const auto [dtype, page_dtype] = dtypes;
   constexpr std::int64_t kHeads = 6, kBlock = 16;
   const std::int64_t num_pages = (seq_len + kBlock - 1) / kBlock;
   const auto q = random_values(static_cast<std::size_t>(query_len * kHeads * head_dim), dtype);
   const auto pool_size = static_cast<std::size_t>(num_pages * kBlock * kKvHeads * head_dim);
-  const auto k = random_values(pool_size, dtype);
-  const auto v = random_values(pool_size, dtype);
+  const auto k = random_values(pool_size, page_dtype);
+  const auto v = random_values(pool_size, page_dtype);
   std::vector<std::int32_t> table;
   for (std::int64_t page = num_pages; page > 0; --page) {
     table.push_back(static_cast<std::int32_t>(page - 1));
@@ -194,7 +200,8 @@ void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, st
                              .scale = 0.2F,
                              .window = window,
                              .soft_cap = 0.0F,
-                             .dtype = dtype});
+                             .dtype = dtype,
+                             .page_dtype = page_dtype});
   };
   const auto out_count = static_cast<std::size_t>(query_len * kHeads * head_dim);
   check("paged_attention", set, out_count, dtype,
@@ -209,6 +216,27 @@ void check_attention(const Kernels& set, DType dtype, std::int64_t query_len, st
   if (std::memcmp(alone.data(), whole.data(), whole.size()) != 0) {
     std::printf("paged_attention: %s: a token depends on its chunk (head_dim %d)\n", set.isa,
                 static_cast<int>(head_dim));
+    num_failures += 1;
+  }
+}
+
+// float32 in pages of bfloat16: the same bits from every set, and as numbers that lie between two are rounded.
+void check_kv_write(const Kernels& set) {
+  constexpr std::int64_t kHeadDim = 37;
+  auto source = random_floats(2 * kHeadDim);
+  const std::uint32_t bits[] = {0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800001, 0xFF800000, 0x80000001};
+  const std::uint16_t rounded[] = {0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7FC0, 0xFF80, 0x8000};
+  std::memcpy(source.data(), bits, sizeof(bits));
+  const std::vector<std::int64_t> slots{5, 2};
+  auto write = [&](const Kernels& kernels) {
+    std::vector<std::uint16_t> pages(8 * kHeadDim);
+    kernels.kv_write({source.data(), pages.data(), slots.data(), 2, 1, kHeadDim, 4, kHeadDim, kHeadDim, 4 * kHeadDim,
+                      kHeadDim, kHeadDim, DType::kFloat32, DType::kBFloat16});
+    return pages;
+  };
+  const auto pages = write(set);
+  if (pages != write(base_kernels()) || std::memcmp(pages.data() + 5 * kHeadDim, rounded, sizeof(rounded)) != 0) {
+    std::printf("kv_write: %s rounds otherwise\n", set.isa);
     num_failures += 1;
   }
 }
@@ -275,14 +303,21 @@ void check_set(const Kernels& set) {
         check_packed(set, PackedFormat(format), dtype, rows, 37, 768);
       }
     }
+  }
+  for (const AttentionDTypes dtypes : {AttentionDTypes{DType::kFloat32, DType::kFloat32},
+                                       {DType::kFloat32, DType::kBFloat16},
+                                       {DType::kBFloat16, DType::kBFloat16}}) {
     for (const std::int64_t head_dim : {20, 64, 128, 256}) {
-      check_attention(set, dtype, 1, 1300, head_dim, 0);
-      check_attention(set, dtype, 40, 70, head_dim, 0);
-      check_attention(set, dtype, 20, 700, head_dim, 50);
-      check_attention(set, dtype, 3, 40, head_dim, 0, kSinks);
-      check_attention<6>(set, dtype, 3, 300, head_dim, 0);
+      check_attention(set, dtypes, 1, 1300, head_dim, 0);
+      check_attention(set, dtypes, 40, 70, head_dim, 0);
+      check_attention(set, dtypes, 20, 700, head_dim, 50);
+      check_attention(set, dtypes, 3, 40, head_dim, 0, kSinks);
+      check_attention<1>(set, dtypes, 3, 300, head_dim, 0);
+      check_attention<3>(set, dtypes, 3, 300, head_dim, 0);
+      check_attention<6>(set, dtypes, 3, 300, head_dim, 0);
     }
   }
+  check_kv_write(set);
   std::printf("%s: compared with base\n", set.isa);
 }
 
@@ -292,6 +327,7 @@ void check_set(const Kernels& set) {
 int main() {
   using namespace tokenspeed::cpu;  // NOLINT: a test program
   std::printf("this machine runs %s\n", kernels().isa);
+  check_set(base_kernels());  // with itself: rows that depend on others show here too
 #if defined(__x86_64__)
   if (std::strcmp(kernels().isa, "base") != 0) {
     check_set(avx2_kernels());

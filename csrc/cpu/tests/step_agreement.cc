@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs whole decode steps of a small random model, some of whose matrices stay packed, with every instruction set that
 // this machine has: they agree with the base set, and a row has the same bits alone and among others.
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -20,7 +21,7 @@ constexpr std::int64_t kLayers = 2, kRows = 5, kBlock = 8, kBlocksEach = 40, kPa
 // A model, its pages and its rows. Memory stays where it is as long as this lives.
 class Rig {
  public:
-  explicit Rig(bool is_plain) {
+  Rig(bool is_plain, DType page_dtype) {
     for (std::int64_t index = 0; index < kLayers; ++index) {
       StepLayer layer{};
       const std::int64_t width = (kHeads + 2 * kKvHeads) * kHeadDim;
@@ -32,8 +33,8 @@ class Rig {
       layer.down = packed(PackedFormat::kQ5_0, kHidden, kFf);
       layer.rotary = floats(kBlocksEach * kBlock * kHeadDim);
       layer.rotary_dim = layer.rotary_stride = kHeadDim;
-      layer.k = pages();
-      layer.v = pages();
+      layer.k = pages(page_dtype);
+      layer.v = pages(page_dtype);
       layer.window = index == 0 ? 50 : 0;
       if (!is_plain) {
         layer.q_norm = floats(kHeadDim);
@@ -54,6 +55,7 @@ class Rig {
     model_.head_dim = kHeadDim;
     model_.block_size = kBlock;
     model_.activation = is_plain ? 0 : 1;
+    model_.page_dtype = static_cast<std::int64_t>(page_dtype);
     model_.eps = 1e-5F;
     model_.scale = 0.2F;
     model_.embed_scale = is_plain ? 1.0F : 3.0F;
@@ -87,9 +89,18 @@ class Rig {
     return values.data();
   }
 
-  StepPages pages() {
+  StepPages pages(DType dtype) {
     // Heads of a page one after another.
-    auto* data = const_cast<float*>(floats(kPages * kBlock * kKvHeads * kHeadDim));
+    constexpr std::int64_t kSize = kPages * kBlock * kKvHeads * kHeadDim;
+    const float* values = floats(kSize);
+    void* data = const_cast<float*>(values);
+    if (dtype == DType::kBFloat16) {
+      auto& halves = halves_.emplace_back();
+      for (std::int64_t i = 0; i < kSize; ++i) {
+        halves.push_back(static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(values[i]) >> 16));
+      }
+      data = halves.data();
+    }
     return {data, kKvHeads * kBlock * kHeadDim, kHeadDim, kBlock * kHeadDim};
   }
 
@@ -115,6 +126,7 @@ class Rig {
 
   std::mt19937 generator_{7};  // NOLINT: the same inputs on every run are wanted
   std::list<std::vector<float>> floats_;
+  std::list<std::vector<std::uint16_t>> halves_;
   std::list<std::vector<std::uint8_t>> bytes_;
   std::list<PackedPiece> pieces_;
   std::vector<StepLayer> layers_;
@@ -155,9 +167,11 @@ int main() {
   using namespace tokenspeed::cpu;  // NOLINT: a test program
   bool is_good = true;
   for (const bool is_plain : {true, false}) {
-    const Rig rig(is_plain);
-    is_good = agrees(base_kernels(), rig) && is_good;
-    is_good = agrees(kernels(), rig) && is_good;
+    for (const DType page_dtype : {DType::kFloat32, DType::kBFloat16}) {
+      const Rig rig(is_plain, page_dtype);
+      is_good = agrees(base_kernels(), rig) && is_good;
+      is_good = agrees(kernels(), rig) && is_good;
+    }
   }
   return is_good ? 0 : 1;
 }

@@ -34,7 +34,7 @@ from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.host_step import HostStep
 from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
 from tokenspeed.execution.outputs import PromptLogprobs, RunnerInfo, StepHandle, StepOutput
-from tokenspeed.execution.packing import NOTHING_PACKED, plan_packing
+from tokenspeed.execution.packing import NOTHING_PACKED, has_blocks, plan_packing
 from tokenspeed.execution.prompt_logprobs import PromptScorer
 from tokenspeed.execution.ranked_sampler import RankedSampler
 from tokenspeed.execution.sampler import Sampler, SamplingOps
@@ -120,10 +120,8 @@ class ModelRunner:
         dtype = placement.resolve_dtype(config.model.dtype, device, source.config)
         mesh, rank = _mesh(config, communicator), 0 if communicator is None else communicator.rank
         overrides, deterministic = dict(config.device.kernel_overrides), config.device.deterministic
-        kv_dtype = placement.resolve_kv_dtype(config.cache, device, dtype)
-        ctx = BuildContext(str(device), dtype, overrides, mesh, rank, kv_dtype=kv_dtype, deterministic=deterministic)
-        keeps_packed = placement.keeps_packed(config.model.weights, device)
-        model, model_type, weights = _build(source, ctx, progress, keeps_packed=keeps_packed)
+        ctx = BuildContext(str(device), dtype, overrides, mesh, rank, deterministic=deterministic)
+        model, model_type, weights = _build(config, source, ctx, progress)
         forward = Forward(model, ctx, communicator)
         ops, update_tables = _sampling_ops(ctx, device), ctx.bind("page_table_update")
         agree = _min_over_ranks(communicator)
@@ -405,17 +403,21 @@ def _unfit_for_capture(ctx: BuildContext) -> list[str]:
 
 
 def _build(
-    source: ModelSource, ctx: BuildContext, progress: ProgressFn | None, *, keeps_packed: bool
+    config: EngineConfig, source: ModelSource, ctx: BuildContext, progress: ProgressFn | None
 ) -> tuple[CausalLM | ScriptedModel, str, WeightsSize]:
-    """The loaded model, its type and its size."""
+    """The loaded model, its type and its size. Settles what pages keep, in which the weights have a say."""
+    device = torch.device(ctx.device)
     if source.script is not None:
+        ctx.kv_dtype = placement.resolve_kv_dtype(config.cache, device, ctx.dtype)
         return ScriptedModel(source.config, source.script.step_s), "scripted", WeightsSize(0, 0)
     family = resolve(source.config)
     weights = source.weights()
     try:
+        keeps_packed = placement.keeps_packed(config.model.weights, device) and has_blocks(weights)
+        ctx.kv_dtype = placement.resolve_kv_dtype(config.cache, device, ctx.dtype, is_packed=keeps_packed)
         model = family.build(source.config, ctx)
         packing = plan_packing(model, weights, ctx) if keeps_packed else NOTHING_PACKED
-        require_memory(model, source.path, torch.device(ctx.device), packing)
+        require_memory(model, source.path, device, packing)
         load_weights(model, weights, source.path, progress, packing)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CapacityError(f"{source.path}: out of memory while loading the weights") from error

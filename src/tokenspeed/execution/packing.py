@@ -52,10 +52,15 @@ Packing = Mapping[Matrix, tuple[PackedPart, ...]]
 NOTHING_PACKED: Packing = MappingProxyType({})
 
 
+def has_blocks(weights: Weights) -> bool:
+    """Whether any of these may stay packed."""
+    return any(info.blocks for info in (weights.infos() or {}).values())
+
+
 def plan_packing(model: CausalLM, weights: Weights, ctx: BuildContext) -> Packing:
     """What can stay packed; nothing where no kernel multiplies by blocks."""
     infos = weights.infos()
-    if not infos or not any(info.blocks for info in infos.values()) or not can_pack(ctx):
+    if not infos or not has_blocks(weights) or not can_pack(ctx):
         ctx.bindings.pop("packed_linear", None)
         return NOTHING_PACKED
     every = [each for each in model.modules() if isinstance(each, Matrix)]

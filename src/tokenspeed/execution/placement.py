@@ -21,6 +21,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60
@@ -76,17 +77,22 @@ def resolve_dtype(dtype: DType, device: torch.device, model_config: Mapping[str,
     return torch.bfloat16 if trained == torch.float32 else trained
 
 
-def resolve_kv_dtype(cache: CacheConfig, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV pool of a model of this dtype. ConfigError where kernels or the device do not have it."""
+def resolve_kv_dtype(
+    cache: CacheConfig, device: torch.device, dtype: torch.dtype, *, is_packed: bool = False
+) -> torch.dtype:
+    """The dtype of the KV pool of a model of this dtype. is_packed: weights stay packed, and then a CPU that computes
+    in float32 keeps bfloat16 unless told otherwise. ConfigError where kernels or the device do not have it."""
+    widens = device.type == "cpu" and dtype is torch.float32  # what is kept in bfloat16
     if cache.kv_dtype == "auto":
-        return dtype
-    if cache.kv_dtype == "bf16":
-        if dtype is not torch.bfloat16:
+        return torch.bfloat16 if widens and is_packed else dtype
+    if cache.kv_dtype in _KV_DTYPES:
+        wanted = _KV_DTYPES[cache.kv_dtype]
+        if wanted is not dtype and not (wanted is torch.bfloat16 and widens):
             raise ConfigError(
-                f"--kv-cache-dtype bf16: the model runs in {dtype_name(dtype)}, and the KV pool is of that or of fp8; "
-                "give --dtype bfloat16 too"
+                f"--kv-cache-dtype {cache.kv_dtype}: the model runs in {dtype_name(dtype)}, and the KV pool is of that "
+                f"or of fewer bits that kernels read beside it; give --dtype {dtype_name(wanted)} too, or auto"
             )
-        return dtype
+        return wanted
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ConfigError("--kv-cache-dtype fp8: this GPU computes no fp8 (compute capability 8.9 does); use auto")
     return torch.float8_e4m3fn

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tokenspeed.kernels.ops.paged_attention import FP8_PAGES, SINKS, PagedAttention
-from tokenspeed.kernels.ops.rotary_kv_write import FP8_PAGES as WRITES_FP8
+from tokenspeed.kernels.ops import paged_attention, rotary_kv_write
+from tokenspeed.kernels.ops.paged_attention import SINKS, PagedAttention
 from tokenspeed.kernels.ops.rotary_kv_write import RotaryKvWrite
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.forward_batch import ForwardBatch
@@ -90,6 +90,13 @@ class HeadNorms:
     k: RMSNorm
 
 
+_PAGES_FEATURES = {
+    torch.float8_e4m3fn: ((rotary_kv_write.FP8_PAGES,), (paged_attention.FP8_PAGES,)),
+    torch.bfloat16: ((rotary_kv_write.BF16_PAGES,), (paged_attention.BF16_PAGES,)),
+}
+"""What ops that write and that read pages need, where those keep another dtype than the model's."""
+
+
 class Attention(nn.Module):
     """layer_index: which entry of ForwardBatch.kv_layers is this layer's. spec: over all ranks."""
 
@@ -97,7 +104,7 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec.of_one(ctx.size_of(Group.ATTENTION))
         self.layer_index = layer_index
-        writes, reads = ((WRITES_FP8,), (FP8_PAGES,)) if ctx.kv_dtype is torch.float8_e4m3fn else ((), ())
+        writes, reads = ((), ()) if ctx.kv_dtype is ctx.dtype else _PAGES_FEATURES[ctx.kv_dtype]
         self._rotary_kv_write: RotaryKvWrite = ctx.bind("rotary_kv_write", *writes)
         self.sinks_cut = ctx.cut("sinks", (spec.num_heads,), heads()) if spec.has_sinks else None
         self.sinks = None

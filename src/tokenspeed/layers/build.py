@@ -20,9 +20,9 @@ ONE_RANK = Mesh.of(GroupSizes())
 
 class BuildContext:
     """Device, dtype and kernels of one rank of a model. `bindings` is the table of what was bound so far, by op and
-    features. kv_dtype: of K and V in pages, None for the model's. deterministic: results are to be the same bits
-    whatever else a step computes. `host_bound` names parts of the model that look at numbers of the device while they
-    compute, so that no graph can be captured of them."""
+    features. kv_dtype: of K and V in pages, None for the model's; settled before the first layer is built.
+    deterministic: results are to be the same bits whatever else a step computes. `host_bound` names parts of the model
+    that look at numbers of the device while they compute, so that no graph can be captured of them."""
 
     def __init__(
         self,

@@ -106,11 +106,40 @@ def test_a_pool_of_fp8_gives_the_same_tokens_however_steps_are_cut(new_loop: New
     assert dense == "its pages keep float8_e4m3fn"
 
 
+def test_a_pool_of_bf16_gives_the_same_tokens_however_steps_are_cut(new_loop: NewLoop, tools: Any) -> None:
+    wishes = [tools.Wish(prompt, 8, arrives=index) for index, prompt in enumerate(prompts(5))]
+    plain = new_loop(overlap_depth=0, kv_dtype="bf16")
+    expected = [plain.run([wish])[0].token_ids for wish in wishes]
+    for options in ({}, {"max_num_batched_tokens": 13, "max_num_seqs": 3}, {"kv_tokens": 100, "host_tokens": 400}):
+        loop = new_loop(kv_dtype="bf16", **options)
+        for _ in range(2):  # again from the cache
+            assert [request.token_ids for request in loop.run(wishes)] == expected, options
+    assert plain.runner._host_step is not None, "a step of one token a row is not one call"
+
+
 def test_what_pools_cannot_keep_is_refused(tiny_path: Path, tools: Any) -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-dtype bf16: the model runs in float32"):
-        tools.new_runner(tools.engine_config(tiny_path, kv_dtype="bf16"))
-    runner = tools.new_runner(tools.engine_config(tiny_path, kv_dtype="bf16", dtype="bfloat16"))
-    assert runner._buffers.kv_layers[0].k.dtype is torch.bfloat16
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp32: the model runs in bfloat16"):
+        tools.new_runner(tools.engine_config(tiny_path, kv_dtype="fp32", dtype="bfloat16"))
+    with pytest.raises(ConfigError, match="--kv-cache-dtype bf16: the model runs in float16"):
+        tools.new_runner(tools.engine_config(tiny_path, kv_dtype="bf16", dtype="float16"))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "expected"),
+    [
+        ("auto", "float32", torch.float32),  # no weight of this checkpoint stays packed
+        ("fp32", "float32", torch.float32),
+        ("bf16", "float32", torch.bfloat16),
+        ("bf16", "bfloat16", torch.bfloat16),
+        ("auto", "bfloat16", torch.bfloat16),
+    ],
+)
+def test_what_pools_keep(kv_dtype: str, dtype: str, expected: torch.dtype, tiny_path: Path, tools: Any) -> None:
+    runner = tools.new_runner(tools.engine_config(tiny_path, kv_dtype=kv_dtype, dtype=dtype))
+    layers = runner._buffers.kv_layers
+    assert {tensor.dtype for layer in layers for tensor in layer.tensors} == {expected}
+    assert runner.info.kv_bytes == sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
+    assert {binding.solution for binding in runner.info.kernels if "kv_write" in binding.op} == {"cpu"}
     runner.close()
 
 

@@ -30,6 +30,7 @@ from tokenspeed.spmd.mesh import GroupSizes, Mesh
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FF, VOCAB = 128, 4, 2, 32, 192, 72
 Types = Mapping[str, str]
+SHAPED = ("token_embd", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 pytestmark = pytest.mark.skipif(
     not isinstance(compiled_cpu(KernelContext("cpu", torch.float32)), Ok), reason="the compiled kernels are not built"
@@ -202,6 +203,27 @@ def test_an_engine_on_a_cpu_packs_what_it_can_unless_told_otherwise(
     exact = infos["exact"]
     assert (exact.weight_bytes, exact.packed_bytes) == (exact.num_parameters * itemsize, 0)
     assert "packed_linear" not in {kernel.op for kernel in exact.kernels}
+
+
+@pytest.mark.parametrize(
+    ("types", "form", "expected"),
+    [
+        ({}, "auto", torch.bfloat16),
+        ({}, "exact", torch.float32),
+        (dict.fromkeys(SHAPED, "F16"), "auto", torch.float32),
+    ],
+    ids=["packed", "exact", "nothing-in-blocks"],
+)
+def test_pages_keep_two_bytes_where_weights_stay_packed(
+    tmp_path: Path, tools: Any, types: Types, form: str, expected: torch.dtype
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", types)
+    runner = tools.new_runner(tools.engine_config(path, weights=form))
+    pages = [tensor for layer in runner._buffers.kv_layers for tensor in layer.tensors]
+    assert {tensor.dtype for tensor in pages} == {expected}
+    assert runner.info.kv_bytes == sum(tensor.nbytes for tensor in pages)
+    assert runner._host_step is not None
+    runner.close()
 
 
 def test_a_row_does_not_depend_on_its_batch(tmp_path: Path, tools: Any) -> None:

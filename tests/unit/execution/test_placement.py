@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens a step has, and of prompts where it decodes: as told, by measured speed on a CPU, within limits. And
-where weights stay packed."""
+where weights stay packed, and what is kept of K and V."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tokenspeed.core.config import SchedulerConfig, WeightsForm
+from tokenspeed.core.config import CacheConfig, KvDType, SchedulerConfig, WeightsForm
+from tokenspeed.core.errors import ConfigError
 from tokenspeed.execution import cuda_graph
 from tokenspeed.execution.placement import (
     GPU_MIXED_STEP_UNIT,
@@ -17,6 +18,7 @@ from tokenspeed.execution.placement import (
     keeps_packed,
     mixed_prefill_tokens,
     mixed_step_unit,
+    resolve_kv_dtype,
     step_tokens,
 )
 
@@ -69,3 +71,31 @@ def test_weights_stay_packed_on_a_cpu_unless_told_otherwise(
     form: WeightsForm, device: torch.device, expected: bool
 ) -> None:
     assert keeps_packed(form, device) is expected
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "dtype", "is_packed", "expected"),
+    [
+        ("auto", CPU, FP32, True, BF16),
+        ("auto", CPU, FP32, False, FP32),
+        ("auto", CPU, FP16, True, FP16),
+        ("auto", GPU, FP32, True, FP32),
+        ("auto", GPU, BF16, False, BF16),
+        ("fp32", CPU, FP32, True, FP32),
+        ("bf16", CPU, FP32, False, BF16),
+        ("bf16", GPU, BF16, False, BF16),
+    ],
+)
+def test_a_cpu_keeps_k_and_v_of_packed_weights_in_two_bytes(
+    wanted: KvDType, device: torch.device, dtype: torch.dtype, is_packed: bool, expected: torch.dtype
+) -> None:
+    assert resolve_kv_dtype(CacheConfig(kv_dtype=wanted), device, dtype, is_packed=is_packed) is expected
+
+
+@pytest.mark.parametrize(("wanted", "device", "dtype"), [("bf16", GPU, FP32), ("bf16", CPU, FP16), ("fp32", CPU, BF16)])
+def test_a_pool_that_no_kernel_reads_is_refused(wanted: KvDType, device: torch.device, dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {wanted}: the model runs in"):
+        resolve_kv_dtype(CacheConfig(kv_dtype=wanted), device, dtype)

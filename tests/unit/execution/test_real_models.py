@@ -122,6 +122,7 @@ def check_packed_against_oracle(path: Path, tools: Any) -> None:
     loop = tools.Loop(tools.engine_config(path, kv_tokens=8192, num_threads=NUM_THREADS))
     try:
         assert "packed_linear" in {kernel.op for kernel in loop.runner.info.kernels}
+        assert loop.runner._buffers.kv_layers[0].k.dtype is torch.bfloat16
         answers = [request.token_ids for request in loop.run([tools.Wish(prompt, NUM_TOKENS) for prompt in prompts])]
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         scored = [loop.run([tools.Wish(text, 1, sampling)])[0].prompt_logprobs[1:] for text in texts]

@@ -54,6 +54,12 @@ def test_it_agrees_with_the_reference(name: str, positions: list[int], dtype: to
     agreement(solution("cpu", "cpu", dtype), drawn, positions, tolerance=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_pages_may_keep_bf16(name: str) -> None:
+    drawn = Drawn(SHAPES[name], torch.float32, page_dtype=torch.bfloat16)
+    agreement(solution("cpu", "cpu", torch.float32), drawn, [0, 33, 69], tolerance=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gelu", "silu"])
 def test_branches_may_end_with_norms(name: str) -> None:
     shape = SHAPES["interleaved" if name == "gelu" else "qk-norm"]
@@ -124,6 +130,10 @@ def test_what_it_cannot_run_it_refuses_in_words() -> None:
     assert "in another way" in refused(with_packed(model, "reference"))
     layer = model.layers[0]
     halves = dataclasses.replace(layer, k_pages=layer.k_pages.to(torch.float16))
-    assert "several dtypes" in refused(dataclasses.replace(model, layers=(halves,)))
+    assert "pages of torch.float16" in refused(dataclasses.replace(model, layers=(halves,)))
+    mixed = dataclasses.replace(layer, k_pages=layer.k_pages.to(torch.bfloat16))
+    assert "pages of several dtypes" in refused(dataclasses.replace(model, layers=(mixed,)))
+    halves = dataclasses.replace(layer, qkv=layer.qkv.to(torch.bfloat16))
+    assert "weights of several dtypes" in refused(dataclasses.replace(model, layers=(halves,)))
     across = dataclasses.replace(layer, v_pages=layer.v_pages.transpose(1, 3).contiguous().transpose(1, 3))
     assert "do not lie together" in refused(dataclasses.replace(model, layers=(across,)))

@@ -61,7 +61,8 @@ class DenseLayer:
     (N, D), q then k then v; out: (D, H K); gate_up: (2 F, D), gate then up; down: (D, F); biases as long as these have
     rows, or None.
 
-    k_pages, v_pages: (P, block_size, G, K), last dimension contiguous, other strides free. table_PR: as in the op
+    k_pages, v_pages: (P, block_size, G, K), last dimension contiguous, other strides free; of the weights' dtype, or
+    bfloat16 beside float32, to which K and V are rounded when they are written. table_PR: as in the op
     rotary, None for a layer without positions. group: which of DecodeBatch.block_tables numbers the pages. window:
     tokens that a token attends, itself included; None for all.
     """

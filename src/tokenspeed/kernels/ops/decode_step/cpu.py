@@ -73,6 +73,7 @@ _MODEL = _record(
     ("block_size", _COUNT),
     ("activation", _COUNT),
     ("dtype", _COUNT),
+    ("page_dtype", _COUNT),
     ("eps", _FLOAT),
     ("weight_offset", _FLOAT),
     ("scale", _FLOAT),
@@ -130,6 +131,7 @@ def _model_record(model: DenseModel, layers: NDArray[np.void]) -> tuple[object, 
         model.layers[0].k_pages.shape[1],
         _ACTIVATIONS[model.activation],
         CPU_DTYPES[model.norm.dtype],
+        CPU_DTYPES[model.layers[0].k_pages.dtype],
         model.eps,
         model.weight_offset,
         model.scale,
@@ -185,11 +187,15 @@ def _refusal(model: DenseModel) -> str | None:
     packed = [*model.packed.values(), *(each for layer in model.layers for each in layer.packed.values())]
     if any(each.cpu_pieces_P3 is None for each in packed):
         return "weights that stay packed in another way than the compiled kernels have them"
-    dtype = model.norm.dtype
+    dtype, page_dtype = model.norm.dtype, model.layers[0].k_pages.dtype
+    if dtype not in CPU_DTYPES or page_dtype not in (dtype, torch.bfloat16):
+        return f"pages of {page_dtype} for weights of {dtype}"
     for layer in model.layers:
-        numbers = (layer.k_pages, layer.v_pages, layer.norm_before_attention, layer.norm_before_mlp, layer.qkv)
-        if dtype not in CPU_DTYPES or any(each.dtype is not dtype for each in numbers):
-            return "weights and pages of several dtypes"
+        weights = (layer.norm_before_attention, layer.norm_before_mlp, layer.qkv)
+        if any(each.dtype is not dtype for each in weights):
+            return "weights of several dtypes"
+        if layer.k_pages.dtype is not page_dtype or layer.v_pages.dtype is not page_dtype:
+            return "pages of several dtypes"
         if layer.k_pages.stride(3) != 1 or layer.v_pages.stride(3) != 1:
             return "pages in which the numbers of a head do not lie together"
     return None

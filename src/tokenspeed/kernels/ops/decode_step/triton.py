@@ -192,6 +192,8 @@ def refusal(model: DenseModel, max_rows: int) -> str | None:
     for layer in model.layers:
         if layer.norm_after_attention is not None or layer.norm_after_mlp is not None:
             return "norms after attention and feed-forward"
+        if layer.k_pages.dtype is not model.embed.dtype or layer.v_pages.dtype is not model.embed.dtype:
+            return "pages of another dtype than the weights"
         if layer.k_pages.stride() != layer.v_pages.stride() or layer.k_pages.stride(3) != 1:
             return "pages of K and V that lie differently"
         for weight in (layer.qkv, layer.out, layer.gate_up, layer.down, model.head, model.embed):

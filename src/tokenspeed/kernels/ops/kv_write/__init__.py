@@ -6,8 +6,9 @@ likewise, mutated. K and V may have other heads and dimensions than each other, 
 tensor that do not overlap, as the two parts of a latent are. slots_T: (T,) int64, page * block_size + offset. Slots of
 live tokens are distinct; several tokens may name slots of the null page 0, whose content is unspecified afterwards.
 T = 0 does nothing.
-Pages are of the dtype of K and V, or float8_e4m3fn, which keeps what is beyond ±448 as ±448; solutions that write no
-such pages lack the feature "fp8_pages".
+Pages are of the dtype of K and V, or float8_e4m3fn, which keeps what is beyond ±448 as ±448, or bfloat16 where K and V
+are float32, rounded to the nearest and of two to the even one. Solutions that write no such pages lack the features
+"fp8_pages" and "bf16_pages".
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch
 
 FP8_PAGES = "fp8_pages"
 """The feature that a solution needs where pages are float8_e4m3fn."""
+
+BF16_PAGES = "bf16_pages"
+"""The feature that a solution needs where pages are bfloat16 and K and V are float32."""
 
 
 class KvWrite(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Tolerance
-from tokenspeed.kernels.ops.kv_write import FP8_PAGES
+from tokenspeed.kernels.ops.kv_write import BF16_PAGES, FP8_PAGES
 
 TOLERANCE = {torch.float32: Tolerance(0.0, 0.0), torch.bfloat16: Tolerance(0.0, 0.0)}
 
@@ -39,6 +39,12 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     pages = torch.zeros(2, 4, 8, 2, 16).to(torch.float8_e4m3fn)
     arguments = (loud_TGK[:, 0], loud_TGK[:, 1] / 1000, pages[0], pages[1], torch.tensor([9, 31, 8]))
     yield Case("fp8-pages", arguments, mutated=(2, 3), features=frozenset({FP8_PAGES}))
+    if dtype is torch.float32:
+        pages = torch.full((2, 4, 2, 8, 37), float("nan"), dtype=torch.bfloat16).transpose(2, 3)
+        k_TGK, v_TGK = torch.randn(3, 4, 37, generator=generator).split_with_sizes((2, 2), dim=1)
+        k_TGK[0, 0, :4] = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x3F808001], dtype=torch.int32).view(dtype)
+        arguments = (k_TGK, v_TGK, pages[0], pages[1], torch.tensor([9, 31, 8]))
+        yield Case("bf16-pages", arguments, mutated=(2, 3), features=frozenset({BF16_PAGES}))
 
 
 def cost(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Cost:

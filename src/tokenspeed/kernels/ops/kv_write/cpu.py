@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenspeed.kernels.ops.kv_write import BF16_PAGES
 from tokenspeed.kernels.platform import CPU_DTYPES, compiled_cpu, require_cpu_module
 from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution
 
@@ -17,7 +18,7 @@ def build(_ctx: KernelContext) -> Kernel:
     ) -> None:
         assert slots_T.dtype is torch.int64, slots_T.dtype
         for source, pages in ((k_TGK, k_pages), (v_TGK, v_pages)):
-            assert source.dtype is pages.dtype, (source.dtype, pages.dtype)
+            assert pages.dtype in (source.dtype, torch.bfloat16), (source.dtype, pages.dtype)
             assert source.stride(2) == pages.stride(3) == 1, (source.stride(), pages.stride())
             kernel(
                 source.data_ptr(),
@@ -33,9 +34,10 @@ def build(_ctx: KernelContext) -> Kernel:
                 pages.stride(1),
                 pages.stride(2),
                 CPU_DTYPES[source.dtype],
+                CPU_DTYPES[pages.dtype],
             )
 
     return kv_write
 
 
-SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True)
+SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, features=frozenset({BF16_PAGES}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed.kernels.ops.kv_write import FP8_PAGES
+from tokenspeed.kernels.ops.kv_write import BF16_PAGES, FP8_PAGES
 from tokenspeed.kernels.registry import Band, Ok, Solution
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -20,7 +20,7 @@ def kv_write(
         if pages.dtype is torch.float8_e4m3fn:
             pages.view(torch.uint8)[pages_T, offsets_T] = _as_fp8(x_TGK).view(torch.uint8)
         else:
-            pages[pages_T, offsets_T] = x_TGK
+            pages[pages_T, offsets_T] = x_TGK.to(pages.dtype)
 
 
 def _as_fp8(x_TGK: torch.Tensor) -> torch.Tensor:
@@ -33,5 +33,5 @@ SOLUTION = Solution(
     lambda _ctx: Ok(),
     lambda _ctx: kv_write,
     batch_invariant=True,
-    features=frozenset({FP8_PAGES}),
+    features=frozenset({BF16_PAGES, FP8_PAGES}),
 )

@@ -14,8 +14,8 @@ score = scale * q . k, then soft_cap * tanh(score / soft_cap) when soft_cap is g
 sinks_H: (H,) float32, contiguous, or None: one more score of each head that every token of it attends, past scale,
 soft_cap and window, and that has no value: it only takes weight away. Solutions without it lack the feature "sinks".
 max_query_len: what the host knows query lengths to be at most, so that a launch needs no look at the device; None: T.
-k_pages and v_pages are of q's dtype, or float8_e4m3fn whose numbers count as they are; solutions without these lack the
-feature "fp8_pages".
+k_pages and v_pages are of q's dtype, or float8_e4m3fn, or bfloat16 where q is float32: their numbers count as they are.
+Solutions without these lack the features "fp8_pages" and "bf16_pages".
 Nothing outside the attended positions is read into the result, so pages may hold NaN elsewhere.
 
 Returned: new (T, H, K) of q's dtype, contiguous. Rows with query_len 0 are skipped; tokens at or past
@@ -33,6 +33,9 @@ SINKS = "sinks"
 
 FP8_PAGES = "fp8_pages"
 """The feature that a solution needs where pages are float8_e4m3fn."""
+
+BF16_PAGES = "bf16_pages"
+"""The feature that a solution needs where pages are bfloat16 and q is float32."""
 
 
 class PagedAttention(Protocol):

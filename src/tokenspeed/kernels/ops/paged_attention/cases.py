@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
-from tokenspeed.kernels.ops.paged_attention import FP8_PAGES
+from tokenspeed.kernels.ops.paged_attention import BF16_PAGES, FP8_PAGES
 
 TOLERANCE = {torch.float32: Tolerance(1e-4, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
 
@@ -18,7 +19,8 @@ TOLERANCE = {torch.float32: Tolerance(1e-4, 1e-5), torch.bfloat16: Tolerance(1.6
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """rows: (query_len, seq_len). num_padding: query tokens that belong to no row. is_head_major: a head's part of a
-    page is one run of memory. is_fp8: pages are float8_e4m3fn. num_columns: of the block tables, at least."""
+    page is one run of memory. page_dtype: of pages, where it is not that of queries. num_columns: of the block tables,
+    at least."""
 
     rows: Sequence[tuple[int, int]]
     num_heads: int = 4
@@ -30,7 +32,7 @@ class _Shape:
     num_padding: int = 0
     sinks: Sequence[float] | None = None
     is_head_major: bool = False
-    is_fp8: bool = False
+    page_dtype: torch.dtype | None = None
     num_columns: int = 0
 
 
@@ -56,13 +58,19 @@ _SHAPES: Mapping[str, _Shape] = {
     "padded-rows": _Shape(((1, 40), (3, 3), (1, 1), (0, 0), (0, 1)), num_padding=4, num_columns=50),
     "verify": _Shape(((2, 30), (3, 41), (4, 17), (5, 5), (1, 70)), num_heads=7, num_kv_heads=1),
     "one-long-row": _Shape(((1, 3), (1, 997), (2, 5)), block_size=16, is_head_major=True, num_columns=200),
-    "fp8": _Shape(((1, 40), (20, 33)), is_fp8=True),
+    "fp8": _Shape(((1, 40), (20, 33)), page_dtype=torch.float8_e4m3fn),
 }
+_BF16_SHAPES = ("mixed", "odd-head", "wide-head", "window-7", "soft-cap", "sinks", "long", "head-major", "verify")
+"""Those that queries of float32 meet in pages of bfloat16 too."""
+
+_PAGES_FEATURES = {torch.float8_e4m3fn: FP8_PAGES, torch.bfloat16: BF16_PAGES}
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     for name, shape in _SHAPES.items():
         yield _case(name, shape, dtype)
+    for name in _BF16_SHAPES if dtype is torch.float32 else ():
+        yield _case(f"{name}-bf16", dataclasses.replace(_SHAPES[name], page_dtype=torch.bfloat16), dtype)
 
 
 def cost(pairs: int, kv_tokens: int, shape: tuple[int, int, int], itemsize: int) -> Cost:
@@ -128,11 +136,11 @@ def _case(name: str, shape: _Shape, dtype: torch.dtype) -> Case:
         keywords["sinks_H"] = torch.tensor(shape.sinks)
     if shape.is_head_major:
         k_pages, v_pages = (pages.transpose(1, 2).contiguous().transpose(1, 2) for pages in (k_pages, v_pages))
-    if shape.is_fp8:
-        k_pages, v_pages = k_pages.to(torch.float8_e4m3fn), v_pages.to(torch.float8_e4m3fn)
+    if shape.page_dtype is not None:
+        k_pages, v_pages = k_pages.to(shape.page_dtype), v_pages.to(shape.page_dtype)
     args = (fused[:, : shape.num_heads], k_pages, v_pages)
     rows = [_row(args, keywords, row, token) for row in range(len(shape.rows)) for token in range(shape.rows[row][0])]
-    features = frozenset({FP8_PAGES} if shape.is_fp8 else ())
+    features = frozenset() if shape.page_dtype is None else frozenset({_PAGES_FEATURES[shape.page_dtype]})
     return Case(name, args, keywords, rows=tuple(rows[:: max(1, len(rows) // 24)]), features=features)
 
 

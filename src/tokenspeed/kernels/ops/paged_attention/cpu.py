@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed.kernels.ops.paged_attention import SINKS
+from tokenspeed.kernels.ops.paged_attention import BF16_PAGES, SINKS
 from tokenspeed.kernels.platform import CPU_DTYPES, compiled_cpu, require_cpu_module
 from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution
 
@@ -30,7 +30,8 @@ def build(_ctx: KernelContext) -> Kernel:
         num_tokens, num_heads, head_dim = q_THK.shape
         num_kv_heads = k_pages.shape[2]
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-        assert q_THK.dtype == k_pages.dtype == v_pages.dtype, (q_THK.dtype, k_pages.dtype, v_pages.dtype)
+        assert k_pages.dtype is v_pages.dtype, (k_pages.dtype, v_pages.dtype)
+        assert k_pages.dtype in (q_THK.dtype, torch.bfloat16), (q_THK.dtype, k_pages.dtype)
         assert query_start.dtype == seq_lens_R.dtype == block_tables_RB.dtype == torch.int32
         assert q_THK.stride(2) == k_pages.stride(3) == v_pages.stride(3) == 1
         assert sinks_H is None or (sinks_H.dtype is torch.float32 and sinks_H.shape == (num_heads,))
@@ -59,10 +60,13 @@ def build(_ctx: KernelContext) -> Kernel:
             window or 0,
             soft_cap or 0.0,
             CPU_DTYPES[q_THK.dtype],
+            CPU_DTYPES[k_pages.dtype],
         )
         return out_THK
 
     return paged_attention
 
 
-SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, features=frozenset({SINKS}))
+SOLUTION = Solution(
+    "cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, features=frozenset({SINKS, BF16_PAGES})
+)

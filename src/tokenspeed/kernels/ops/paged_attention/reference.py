@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed.kernels.ops.paged_attention import FP8_PAGES, SINKS
+from tokenspeed.kernels.ops.paged_attention import BF16_PAGES, FP8_PAGES, SINKS
 from tokenspeed.kernels.registry import Band, Ok, Solution
 
 
@@ -62,5 +62,5 @@ SOLUTION = Solution(
     Band.REFERENCE,
     lambda _ctx: Ok(),
     lambda _ctx: paged_attention,
-    features=frozenset({SINKS, FP8_PAGES}),
+    features=frozenset({SINKS, BF16_PAGES, FP8_PAGES}),
 )

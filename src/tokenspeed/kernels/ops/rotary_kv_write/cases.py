@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
-from tokenspeed.kernels.ops.rotary_kv_write import FP8_PAGES
+from tokenspeed.kernels.ops.rotary_kv_write import BF16_PAGES, FP8_PAGES
 
 TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-5), torch.bfloat16: Tolerance(3.2e-2, 2e-2)}
 _NUM_POSITIONS = 3000
@@ -31,6 +31,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield _case("heads-outside", sizes, dtype, generator, heads_outside=True, eps=1e-5, offset=1.0)
     if dtype is torch.float32:  # what is rounded to 16 bits first too often lies halfway between two numbers of 8
         yield _in_fp8(_case("fp8-pages", sizes, dtype, generator, eps=1e-5, heads_outside=True))
+        yield _in_bf16(_case("bf16-pages", sizes, dtype, generator, eps=1e-5, heads_outside=True))
+        yield _in_bf16(_case("bf16-pages-odd", (3, 4, 2, 20, 12), dtype, generator))
     yield _in_fp8(_case("fp8-pages-loud", (3, 4, 2, 20, None), dtype, generator), scale=900.0)
     apart = _case("apart", sizes, dtype, generator)
     q_THK, k_TGK, *others = apart.args
@@ -93,6 +95,12 @@ def _in_fp8(case: Case, scale: float = 1.0) -> Case:
     q_THK, k_TGK, v_TGK, *pages = (tensor for tensor in case.args if isinstance(tensor, torch.Tensor))
     args = (q_THK, k_TGK * scale, v_TGK * scale, *(each.to(torch.float8_e4m3fn) for each in pages))
     return dataclasses.replace(case, args=args, rows=(), features=frozenset({FP8_PAGES}))
+
+
+def _in_bf16(case: Case) -> Case:
+    """The same with pages of 16 bits."""
+    pages = [each.to(torch.bfloat16) for each in case.args[3:] if isinstance(each, torch.Tensor)]
+    return dataclasses.replace(case, args=(*case.args[:3], *pages), rows=(), features=frozenset({BF16_PAGES}))
 
 
 def _row(args: tuple[torch.Tensor, ...], keywords: dict[str, object], index: int) -> Row:

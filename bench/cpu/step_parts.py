@@ -52,6 +52,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--num-steps", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     print(json.dumps(measure(parser.parse_args())))
@@ -63,7 +66,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     kernels = Kernels(module.decode_step)
     module.decode_step = kernels  # before a model is prepared, which keeps it
     params = SamplingParams(
-        temperature=options.temperature, max_tokens=options.num_steps + 3 * _SETTLING_STEPS, ignore_eos=True, seed=7
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        max_tokens=options.num_steps + 3 * _SETTLING_STEPS,
+        ignore_eos=True,
+        seed=7,
     )
     with LLM(
         options.model,

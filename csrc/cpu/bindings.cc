@@ -164,6 +164,14 @@ void bind_elementwise(nb::module_& module) {
   });
 }
 
+void bind_sampling(nb::module_& module) {
+  module.def("sampling_size", [] { return sizeof(SamplingArgs); });
+  module.def("sampling", [](std::uintptr_t described) {
+    const auto& args = *array_at<SamplingArgs>(described);
+    call(kernels().sampling, args, args.num_rows * args.size);
+  });
+}
+
 void bind_step(nb::module_& module) {
   module.def("step_sizes", [] { return nb::make_tuple(sizeof(StepModel), sizeof(StepLayer)); });
   module.def("decode_step",
@@ -193,5 +201,6 @@ NB_MODULE(_cpu, module) {
   tokenspeed::cpu::bind_packed(module);
   tokenspeed::cpu::bind_attention(module);
   tokenspeed::cpu::bind_elementwise(module);
+  tokenspeed::cpu::bind_sampling(module);
   tokenspeed::cpu::bind_step(module);
 }

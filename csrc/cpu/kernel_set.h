@@ -7,6 +7,7 @@
 #include "elementwise_body.h"
 #include "linear_body.h"
 #include "packed_body.h"
+#include "sampling_body.h"
 
 #define TOKENSPEED_JOIN(a, b) a##b
 #define TOKENSPEED_NAME(isa) TOKENSPEED_JOIN(isa, _kernels)
@@ -25,7 +26,8 @@ Kernels TOKENSPEED_NAME(TOKENSPEED_ISA)() {
           rotary,
           gated,
           kv_write,
-          most_likely};
+          most_likely,
+          sampling};
 }
 
 }  // namespace tokenspeed::cpu

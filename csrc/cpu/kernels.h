@@ -87,6 +87,40 @@ struct MostLikelyArgs {
   std::int64_t num_rows, size, stride;
 };
 
+// See kernels/ops/sampling, whose parts these are: addresses are null and numbers 0 where there is no such part. Rows
+// without temperatures are greedy, rows without filters have none. Every field has eight bytes.
+struct SamplingArgs {
+  const float* logits;
+  std::int64_t* token_ids;
+  std::uint8_t* is_faulty;
+  std::int64_t num_rows, size, stride;
+
+  const float* temperatures;
+  const std::int64_t* seeds;
+  const std::int64_t* positions;
+  const std::int64_t* top_ks;
+  const float* top_ps;
+  const float* min_ps;
+
+  float* edited;  // memory for the logits of all rows; null where none of the following parts is there
+  const std::int64_t* penalty_rows;
+  const std::int32_t* output_counts;
+  const std::uint8_t* prompt_masks;  // or null
+  const float* presences;
+  const float* frequencies;
+  const float* repetitions;
+  std::int64_t num_penalties, counts_stride, prompt_stride;
+  const std::int64_t* edit_rows;
+  const std::int64_t* edit_ids;
+  const float* edit_values;
+  std::int64_t num_edits;
+  const std::int64_t* mask_rows;
+  const std::int32_t* mask_bits;
+  std::int64_t num_masks, mask_stride;
+};
+
+constexpr float kGreedyBelow = 1e-5F;  // the same as GREEDY_BELOW there
+
 // Pages are of dtype, or bfloat16: rounded to the nearest, of two to the even one.
 struct KvWriteArgs {
   const void* source;
@@ -138,6 +172,7 @@ struct Kernels {
   void (*gated)(const GatedArgs&);
   void (*kv_write)(const KvWriteArgs&);
   void (*most_likely)(const MostLikelyArgs&);
+  void (*sampling)(const SamplingArgs&);
 };
 
 // The best set that this machine runs.

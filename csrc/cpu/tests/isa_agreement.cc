@@ -258,6 +258,46 @@ void check_most_likely(const Kernels& set, std::vector<float> logits, std::int64
   }
 }
 
+// Open, filtered and greedy rows; of two scores as near as rounding either may win, which these are not.
+void check_sampling(const Kernels& set, std::int64_t rows, std::int64_t size) {
+  const auto count = static_cast<std::size_t>(rows);
+  const auto logits = random_floats(count * static_cast<std::size_t>(size));
+  std::vector<float> temperatures;
+  std::vector<float> top_ps;
+  std::vector<float> min_ps;
+  std::vector<std::int64_t> top_ks;
+  std::vector<std::int64_t> seeds;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    temperatures.push_back(row % 7 == 6 ? 0.0F : 0.8F);
+    top_ps.push_back(row % 3 == 1 ? 0.9F : 1.0F);
+    min_ps.push_back(row % 5 == 2 ? 0.1F : 0.0F);
+    top_ks.push_back(row % 4 == 3 ? 9 : 0);
+    seeds.push_back(row * 7919 - 5);
+  }
+  std::vector<std::int64_t> expected(count, -1);
+  std::vector<std::int64_t> actual = expected;
+  std::vector<std::uint8_t> is_faulty(count);
+  SamplingArgs args{};
+  args.logits = logits.data();
+  args.is_faulty = is_faulty.data();
+  args.num_rows = rows;
+  args.size = size;
+  args.stride = size;
+  args.temperatures = temperatures.data();
+  args.seeds = args.positions = seeds.data();
+  args.top_ks = top_ks.data();
+  args.top_ps = top_ps.data();
+  args.min_ps = min_ps.data();
+  args.token_ids = expected.data();
+  base_kernels().sampling(args);
+  args.token_ids = actual.data();
+  set.sampling(args);
+  if (actual != expected) {
+    std::printf("FAILED %s sampling of %d x %d\n", set.isa, static_cast<int>(rows), static_cast<int>(size));
+    ++num_failures;
+  }
+}
+
 void check_elementwise(const Kernels& set, DType dtype, std::int64_t rows, std::int64_t size) {
   const auto count = static_cast<std::size_t>(rows * size);
   const auto x = random_values(2 * count, dtype);
@@ -289,6 +329,10 @@ void check_elementwise(const Kernels& set, DType dtype, std::int64_t rows, std::
 }
 
 void check_set(const Kernels& set) {
+  for (const std::int64_t size : {1, 7, 64, 577, 20000}) {
+    check_sampling(set, 1, size);
+    check_sampling(set, 40, size);
+  }
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     for (const std::int64_t rows : {1, 2, 3, 5, 17, 100}) {
       for (const std::int64_t inputs : {1, 15, 64, 577, 1100}) {

@@ -23,6 +23,7 @@ from tokenspeed.execution.constraints import Constraints, is_constrained
 from tokenspeed.execution.drawn import Drawn, SamplerOutput
 from tokenspeed.execution.edits import NO_ROW, DrawColumns, SampleStep, StepEdits
 from tokenspeed.execution.host_copies import uploaded
+from tokenspeed.execution.host_draws import HostDraws
 from tokenspeed.execution.logprobs import ScoredTokens
 from tokenspeed.execution.penalties import PenaltyTables
 from tokenspeed.grammar import GrammarError, Vocabulary
@@ -50,6 +51,7 @@ class Need:
     FORCED = 64
     CONSTRAINT = 128
     EDITED = PENALTY | BIAS | MIN_TOKENS | CONSTRAINT
+    BEYOND_DRAWS = EDITED | FORCED
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Sampler:
         self._constraints = Constraints(max_num_seqs, vocab_size)
         self._unread: list[Drawn] = []
         self._known_needs = _NO_IDS, np.zeros(0, dtype=np.int32), 0
+        self._host_draws: HostDraws | None = None
         self._told_2S = torch.zeros(2, 0, dtype=torch.int64)
         self._told_on_host: Int64Array = self._told_2S.numpy()
 
@@ -138,8 +141,11 @@ class Sampler:
         told_2S: torch.Tensor | Int64Array
         if prepared_2S is not None:
             told_2S = prepared_2S if prepared_2S.is_cuda else prepared_2S.numpy().copy()  # the next step writes there
-        elif self._most_likely is not None and not needs & ~Need.LOGPROBS:
-            told_2S = self._greedy(self._most_likely, logits_SV, len(seats_S))
+        elif self._most_likely is not None and not needs & Need.BEYOND_DRAWS:
+            if needs & Need.DRAW:
+                told_2S = self._drawn(logits_SV, needs, seats_S, position_S)
+            else:
+                told_2S = self._greedy(self._most_likely, logits_SV, len(seats_S))
         else:
             told_2S = self._sampled(logits_SV, edits, needs_S, seats_S, position_S)
         scored = self._scored(logits_SV, told_2S, needs_S, seats_S) if needs & Need.LOGPROBS else None
@@ -168,6 +174,7 @@ class Sampler:
         if seats_S is not self._known_needs[0]:
             needs_S = self._needs[seats_S]
             self._known_needs = seats_S, needs_S, int(np.bitwise_or.reduce(needs_S, initial=0))
+            self._host_draws = None
         return self._known_needs[1:]
 
     def _greedy(self, most_likely: MostLikely, logits_SV: torch.Tensor, num_rows: int) -> Int64Array:
@@ -177,6 +184,13 @@ class Sampler:
             self._told_on_host = self._told_2S.numpy()
         most_likely(logits_SV, self._told_2S)
         return self._told_on_host.copy()
+
+    def _drawn(self, logits_SV: torch.Tensor, needs: int, seats_S: Int64Array, position_S: Int64Array) -> Int64Array:
+        """(2, S) tokens and faults, on a host. needs: of the rows together."""
+        if self._host_draws is None:
+            columns = self.draw_columns(seats_S)
+            self._host_draws = HostDraws(self._sample, columns, has_filters=bool(needs & Need.FILTER))
+        return self._host_draws.told(logits_SV, position_S)
 
     def _sampled(
         self,

@@ -4,6 +4,7 @@ one."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.plan import StepPlan
+from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution.model_runner import _copy
 from tokenspeed.kernels.platform import compiled_cpu
 from tokenspeed.kernels.registry import KernelContext, Ok
@@ -22,8 +24,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def wishes_of(tools: Any) -> list[Any]:
+    """Requests that come and go, some of which draw their tokens."""
+    drawn = (
+        SamplingParams(temperature=1.0, seed=1, top_p=0.95),
+        SamplingParams(temperature=1.4, seed=2),
+        SamplingParams(temperature=0.7, seed=3, top_k=20, min_p=0.01),
+    )
+    params = (tools.GREEDY, *drawn, tools.GREEDY)
+    return [tools.Wish(list(range(row, 20 + row)), 12 + row, each, arrives=2 * row) for row, each in enumerate(params)]
+
+
 def served(tools: Any, config: EngineConfig, *, whole: bool) -> tuple[list[list[int]], int]:
-    """Tokens of some requests that come and go, and how many steps were one call."""
+    """Tokens of some requests, and how many sizes of steps were one call."""
     loop = tools.Loop(config)
     runner, sizes = loop.runner, []
     assert runner._host_step is not None
@@ -37,8 +50,7 @@ def served(tools: Any, config: EngineConfig, *, whole: bool) -> tuple[list[list[
     if not whole:
         runner._host_step = None
     try:
-        wishes = [tools.Wish(list(range(row, 20 + row)), 12 + row, arrives=2 * row) for row in range(5)]
-        return [request.token_ids for request in loop.run(wishes)], len(set(sizes))
+        return [request.token_ids for request in loop.run(wishes_of(tools))], len(set(sizes))
     finally:
         loop.close()
 
@@ -49,6 +61,20 @@ def test_steps_that_only_decode_are_one_call(tiny_path: Path, tools: Any, dtype:
     tokens, num_sizes = served(tools, config, whole=True)
     assert num_sizes >= 4
     assert served(tools, config, whole=False) == (tokens, 0)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_drawn_reply_is_the_same_alone_and_on_any_number_of_threads(
+    tiny_path: Path, tools: Any, num_threads: int
+) -> None:
+    together, _ = served(tools, tools.engine_config(tiny_path, num_threads=2), whole=True)
+    loop = tools.Loop(tools.engine_config(tiny_path, num_threads=num_threads))
+    try:
+        alone = [loop.run([dataclasses.replace(wish, arrives=0)])[0].token_ids for wish in wishes_of(tools)]
+    finally:
+        loop.close()
+    assert alone == together
+    assert all(len(set(tokens)) > 4 for tokens in alone)
 
 
 def test_chosen_ops_run_one_by_one(tiny_path: Path, tools: Any) -> None:

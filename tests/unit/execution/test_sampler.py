@@ -14,7 +14,7 @@ from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution.drawn import SamplerOutput
 from tokenspeed.execution.logprobs import LOGPROB_MIN, token_logprobs
 from tokenspeed.execution.sampler import Sampler, SamplingOps
-from tokenspeed.kernels.ops.sampling import SamplingInputs
+from tokenspeed.kernels.ops.sampling import Sampled, SamplingInputs
 from tokenspeed.kernels.registry import KernelContext, bind
 
 VOCAB = 40
@@ -29,9 +29,9 @@ class Recorder:
         self.inputs: SamplingInputs | None = None
         self._call = bind("sampling", KernelContext("cpu", torch.float32)).call
 
-    def __call__(self, logits_SV: torch.Tensor, inputs: SamplingInputs) -> Any:
+    def __call__(self, logits_SV: torch.Tensor, inputs: SamplingInputs, into: Sampled | None = None) -> Any:
         self.inputs = inputs
-        return self._call(logits_SV, inputs)
+        return self._call(logits_SV, inputs, into)
 
 
 @pytest.fixture
@@ -83,6 +83,48 @@ def test_greedy_rows_of_a_host_need_no_other_op(recorder: Recorder, tools: Any) 
     sampler.seat(tools.make_seating(1, PROMPT, SamplingParams(temperature=0.0, seed=0, logit_bias=((9, 90.0),))))
     assert sampler.sample(values, seats, positions).read().token_ids_S.tolist()[2] == 9
     assert recorder.inputs is not None
+
+
+def test_rows_of_a_host_that_draw_are_one_call_with_what_the_last_one_had(
+    sampler: Sampler, recorder: Recorder, tools: Any
+) -> None:
+    """The tokens of the long way, beside greedy rows, of somebody who takes a seat, and of rows that come and go."""
+    most_likely = bind("most_likely", KernelContext("cpu", torch.float32)).call
+    on_host = Sampler(SamplingOps(recorder, LOGPROBS, most_likely), 6, VOCAB, torch.device("cpu"))
+
+    def take(seat: int, **params: Any) -> None:
+        for each in (sampler, on_host):
+            each.seat(tools.make_seating(seat, PROMPT, SamplingParams(**params)))
+
+    def both(seats: Any, position: int) -> list[int]:
+        values, positions = logits(len(seats), position), np.full(len(seats), position)
+        values[-1, 3] = math.nan if position == 7 else 0.0
+        wanted = sampler.sample(values, seats.copy(), positions).read()
+        output = on_host.sample(values, seats, positions).read()
+        assert output.token_ids_S.tolist() == wanted.token_ids_S.tolist()
+        assert (
+            output.is_faulty_S.tolist() == wanted.is_faulty_S.tolist() == [False] * (len(seats) - 1) + [position == 7]
+        )
+        assert (output.logprobs is None) == (wanted.logprobs is None)
+        return output.token_ids_S.tolist()
+
+    take(0, temperature=1.1, seed=3, top_p=0.9)
+    take(1, temperature=0.0, seed=4)
+    take(2, temperature=0.7, seed=5)
+    seats, given = np.array([2, 1, 0]), []
+    told = []
+    for position in range(5, 12):
+        told.append(both(seats, position))
+        given.append(recorder.inputs)
+    assert len({tuple(each) for each in told}) > 4
+    assert all(each is given[0] for each in given)
+    take(2, temperature=9.0, seed=6, top_k=3, logprobs=2)  # the same array of seats, but somebody else sits there
+    assert [both(seats, position) for position in range(5, 12)] != told
+    assert recorder.inputs is not given[0]
+    for each in (np.array([0]), np.array([1]), np.array([0, 2]), seats):
+        both(each, 6)
+    take(0, temperature=1.1, seed=3, top_p=0.9, logit_bias=((9, 90.0),))
+    assert both(seats, 5)[2] == 9
 
 
 @pytest.mark.parametrize("num_generated", [0, 4])

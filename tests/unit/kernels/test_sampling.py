@@ -10,8 +10,19 @@ import pytest
 import torch
 
 from tokenspeed.kernels.ops import sampling
-from tokenspeed.kernels.ops.sampling import Draws, Edits, Filters, Penalties, SamplingInputs, cases, reference
+from tokenspeed.kernels.ops.sampling import (
+    Draws,
+    Edits,
+    Filters,
+    Penalties,
+    Sampled,
+    SampleFn,
+    SamplingInputs,
+    cases,
+    reference,
+)
 from tokenspeed.kernels.ops.sampling.reference import noise, sample
+from tokenspeed.kernels.registry import KernelContext, Ok, Solution, solutions_of
 
 NUM_DRAWS = 20_000
 
@@ -206,6 +217,25 @@ def test_minus_infinity_is_no_fault_unless_it_is_all() -> None:
     sampled = sample(logits_SV, SamplingInputs(draws(2, 0.7, top_p=0.5)))
     assert sampled.is_faulty_S.tolist() == [False, True]
     assert sampled.token_ids_S[0] == 3
+
+
+SOLUTIONS = [each for each in solutions_of("sampling") if each.supports(KernelContext("cpu", torch.float32)) == Ok()]
+
+
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=lambda each: each.name)
+def test_it_writes_where_it_is_told_to_and_nowhere_else(solution: Solution) -> None:
+    call: SampleFn = solution.build(KernelContext("cpu", torch.float32))
+    logits_SV = torch.randn(3, 50, generator=torch.Generator().manual_seed(9))
+    logits_SV[2, 7] = math.nan
+    for inputs in (SamplingInputs(), SamplingInputs(draws(3, 1.0, top_k=4))):
+        first = call(logits_SV, inputs)
+        into = Sampled(torch.full((3,), -1), torch.zeros(3, dtype=torch.bool))
+        assert call(logits_SV, inputs, into) is into
+        assert into.token_ids_S.tolist() == first.token_ids_S.tolist()
+        assert into.is_faulty_S.tolist() == first.is_faulty_S.tolist() == [False, False, True]
+        before = first.token_ids_S.tolist()
+        call(-logits_SV, inputs)
+        assert first.token_ids_S.tolist() == before
 
 
 def test_nothing_to_sample() -> None:

@@ -3,7 +3,7 @@
 
 Shapes: S rows, V vocabulary, P penalised rows, N coordinates, G masked rows, W = ceil(V / 32) words.
 
-`sample(logits_SV, inputs) -> Sampled`
+`sample(logits_SV, inputs, into=None) -> Sampled`
 * logits_SV: (S, V) float32 on any device, any strides; S may be 0. Never changed.
 * The order is: repetition, frequency and presence penalty; biases; banned tokens and masks (−inf);
   temperature; min-p; top-k; top-p over what top-k left; draw.
@@ -17,6 +17,7 @@ Shapes: S rows, V vocabulary, P penalised rows, N coordinates, G masked rows, W 
 * A row whose highest raw logit is not finite (any NaN, any +inf, nothing but −inf) is faulty: its token is 0.
 * A solution may sum probabilities in float32 and take faster logarithms. Then a token at the edge of a filter, within
   1e-5 of it, may fall to the other side, and of two scores as near as that either may win: the same one each time.
+* into: tensors to write to, contiguous, and then what is returned; else there are new ones.
 * So that a call of fixed shapes can be captured, the parts may hold more than it needs: greedy rows have temperature 0,
   filters that are off are no filters, and a penalty, an edit or a mask whose row is S or more stands for nothing.
 """
@@ -101,8 +102,14 @@ class Sampled:
     token_ids_S: torch.Tensor
     is_faulty_S: torch.Tensor
 
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> Sampled:
+        """Memory for so many rows."""
+        token_ids_S = torch.empty(num_rows, dtype=torch.int64, device=device)
+        return cls(token_ids_S, torch.empty(num_rows, dtype=torch.bool, device=device))
+
 
 class SampleFn(Protocol):
     """A solution of this op."""
 
-    def __call__(self, logits_SV: torch.Tensor, inputs: SamplingInputs) -> Sampled: ...
+    def __call__(self, logits_SV: torch.Tensor, inputs: SamplingInputs, into: Sampled | None = None) -> Sampled: ...

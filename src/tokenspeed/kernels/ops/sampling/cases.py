@@ -42,6 +42,11 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield _case(f"{num_rows}x{vocab_size}-masked", logits(num_rows, vocab_size), masked)
     yield _case("strided", logits(8, 200)[::2, 3:160], SamplingInputs(_draws(4, True)))
     yield _case("equals", torch.ones(4, 300), SamplingInputs(_draws(4, True)))
+    yield _case("ties", logits(5, 300).round(), SamplingInputs(_draws(5, True)))
+    yield _case("limits", logits(10, 70), SamplingInputs(_limits(70)))
+    sparse_SV = logits(5, 200)
+    sparse_SV[:, torch.arange(200) % 7 > 0] = -math.inf
+    yield _case("sparse", sparse_SV, SamplingInputs(_draws(5, True)))
     faulty_SV = logits(5, 65)
     faulty_SV[1, 64], faulty_SV[2, 0], faulty_SV[3] = math.nan, math.inf, -math.inf
     yield _case("faulty", faulty_SV, SamplingInputs(_draws(5)))
@@ -77,6 +82,18 @@ def _draws(num_rows: int, has_filters: bool = False) -> Draws:
     )
     temperature_S = torch.tensor([0.7, 1.0, 0.0, 1.6])[index_S % 4]
     return Draws(temperature_S, index_S * 7919 - (1 << 62), index_S + 11, filters if has_filters else None)
+
+
+def _limits(vocab_size: int) -> Draws:
+    """Filters and temperatures at the ends of their ranges, one a row."""
+    filters = Filters(
+        torch.tensor([vocab_size, vocab_size + 3, 1, 0, 0, 0, 0, 0, 2, 0]),
+        torch.tensor([1.0, 0.9, 1.0, 0.0, 1e-6, 1.0, 1.0, 0.95, 0.0, 1.0]),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1e-9, 0.0, 0.5, 0.0]),
+    )
+    temperature_S = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2e-5, 50.0, 1e-6])
+    index_S = torch.arange(len(temperature_S))
+    return Draws(temperature_S, index_S * 31 + (1 << 62), index_S + (1 << 40), filters)
 
 
 def _penalties(generator: torch.Generator, rows: tuple[int, ...], vocab_size: int) -> Penalties:

@@ -27,18 +27,20 @@ FIRST_LOOK = 128
 WIDEN_BY = 16
 
 
-def sample(logits_SV: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+def sample(logits_SV: torch.Tensor, inputs: SamplingInputs, into: Sampled | None = None) -> Sampled:
     """See the contract."""
-    if logits_SV.shape[0] == 0:
-        none_S = torch.zeros(0, dtype=torch.int64, device=logits_SV.device)
-        return Sampled(none_S, none_S.bool())
+    sampled = into or Sampled.empty(len(logits_SV), logits_SV.device)
+    if len(logits_SV) == 0:
+        return sampled
     highest_S, greedy_S = _highest(logits_SV)
     is_faulty_S = ~torch.isfinite(highest_S)
     edited_SV = _edit(logits_SV, inputs)
     if edited_SV is not logits_SV:
         greedy_S = _highest(edited_SV)[1]
     token_ids_S = greedy_S if inputs.draws is None else _draw(edited_SV, greedy_S, inputs.draws)
-    return Sampled(token_ids_S.masked_fill(is_faulty_S, 0), is_faulty_S)
+    sampled.token_ids_S.copy_(token_ids_S.masked_fill(is_faulty_S, 0))
+    sampled.is_faulty_S.copy_(is_faulty_S)
+    return sampled
 
 
 def noise(seed_N: torch.Tensor, position_N: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

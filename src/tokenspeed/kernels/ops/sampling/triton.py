@@ -40,16 +40,16 @@ def build(ctx: KernelContext) -> SampleFn:
 
     launch = _Launch(_triton, torch.device(ctx.device).type == "cuda", has_dependent_launch(ctx.device))
 
-    def sample(logits_SV: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+    def sample(logits_SV: torch.Tensor, inputs: SamplingInputs, into: Sampled | None = None) -> Sampled:
         assert logits_SV.dtype is torch.float32, logits_SV.dtype
         assert logits_SV.shape[1] < MAX_VOCAB_SIZE, logits_SV.shape
         num_rows = logits_SV.shape[0]
-        token_ids_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
-        is_faulty_S = torch.empty(num_rows, dtype=torch.bool, device=logits_SV.device)
+        sampled = into or Sampled.empty(num_rows, logits_SV.device)
         for first_row in range(0, num_rows, ROWS_A_LAUNCH):
             rows = slice(first_row, first_row + ROWS_A_LAUNCH)
-            launch(logits_SV[rows], inputs, first_row, Sampled(token_ids_S[rows], is_faulty_S[rows]))
-        return Sampled(token_ids_S, is_faulty_S)
+            part = Sampled(sampled.token_ids_S[rows], sampled.is_faulty_S[rows])
+            launch(logits_SV[rows], inputs, first_row, part)
+        return sampled
 
     return sample
 

@@ -71,3 +71,11 @@ def test_pages_that_lie_differently_are_refused() -> None:
     refused = solution("triton", "cpu", torch.float32)(dataclasses.replace(model, layers=(layer,)), 16)
     assert isinstance(refused, Reason)
     assert "lie differently" in refused.text
+
+
+@needs_triton
+def test_pages_of_fewer_bits_than_the_weights_are_refused() -> None:
+    model = Drawn(Shape(num_layers=1), torch.float32, page_dtype=torch.bfloat16).model(2)
+    refused = solution("triton", "cpu", torch.float32)(model, 16)
+    assert isinstance(refused, Reason)
+    assert "pages of another dtype" in refused.text

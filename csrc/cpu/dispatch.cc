@@ -14,7 +14,7 @@ Kernels choose() {
     return avx2_kernels();
   }
 #endif
-  return base_kernels();
+  return portable_kernels();
 }
 
 }  // namespace

@@ -178,7 +178,7 @@ struct Kernels {
 // The best set that this machine runs.
 const Kernels& kernels();
 
-Kernels base_kernels();
+Kernels portable_kernels();
 #if defined(__x86_64__)
 Kernels avx2_kernels();
 Kernels avx512_kernels();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs every instruction set that this machine has on the same random inputs and compares it with the base set, which
-// the Python conformance suite can not reach on a machine that has a better one.
+// Runs every instruction set that this machine has on the same random inputs and compares it with the portable set.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -70,7 +69,7 @@ void compare(const char* what, const Kernels& set, const std::vector<char>& expe
     const float a = value_at(expected, i, dtype);
     const float b = value_at(actual, i, dtype);
     if (!(std::fabs(a - b) <= tolerance * (1.0F + std::fabs(a)))) {
-      std::printf("%s: %s differs from base at %zu: %g, not %g\n", what, set.isa, i, static_cast<double>(b),
+      std::printf("%s: %s differs from portable at %zu: %g, not %g\n", what, set.isa, i, static_cast<double>(b),
                   static_cast<double>(a));
       num_failures += 1;
       return;
@@ -78,12 +77,12 @@ void compare(const char* what, const Kernels& set, const std::vector<char>& expe
   }
 }
 
-// Runs `call(set, out)` with the base set and with `set`.
+// Runs `call(set, out)` with the portable set and with `set`.
 template <typename Call>
 void check(const char* what, const Kernels& set, std::size_t out_count, DType dtype, Call call) {
   std::vector<char> expected(out_count * (dtype == DType::kFloat32 ? 4 : 2));
   std::vector<char> actual = expected;
-  call(base_kernels(), expected.data());
+  call(portable_kernels(), expected.data());
   call(set, actual.data());
   compare(what, set, expected, actual, dtype);
 }
@@ -115,7 +114,7 @@ std::vector<std::uint8_t> random_blocks(PackedFormat format, std::int64_t rows, 
   return blocks;
 }
 
-// Agreement with base, and each row alone with the row among the others.
+// Agreement with portable, and each row alone with the row among the others.
 void check_packed(const Kernels& set, PackedFormat format, DType dtype, std::int64_t m, std::int64_t n,
                   std::int64_t k) {
   const PackedShape shape = packed_shape(format);
@@ -235,7 +234,7 @@ void check_kv_write(const Kernels& set) {
     return pages;
   };
   const auto pages = write(set);
-  if (pages != write(base_kernels()) || std::memcmp(pages.data() + 5 * kHeadDim, rounded, sizeof(rounded)) != 0) {
+  if (pages != write(portable_kernels()) || std::memcmp(pages.data() + 5 * kHeadDim, rounded, sizeof(rounded)) != 0) {
     std::printf("kv_write: %s rounds otherwise\n", set.isa);
     num_failures += 1;
   }
@@ -250,7 +249,7 @@ void check_most_likely(const Kernels& set, std::vector<float> logits, std::int64
   const auto count = static_cast<std::size_t>(rows);
   std::vector<std::int64_t> expected(2 * count, -1);
   std::vector<std::int64_t> actual = expected;
-  base_kernels().most_likely({logits.data(), expected.data(), expected.data() + count, rows, size, size});
+  portable_kernels().most_likely({logits.data(), expected.data(), expected.data() + count, rows, size, size});
   set.most_likely({logits.data(), actual.data(), actual.data() + count, rows, size, size});
   if (actual != expected || expected[0] != 0 || expected.back() != (rows > 1 ? 1 : 0)) {
     std::printf("FAILED %s most_likely of %d x %d\n", set.isa, static_cast<int>(rows), static_cast<int>(size));
@@ -289,7 +288,7 @@ void check_sampling(const Kernels& set, std::int64_t rows, std::int64_t size) {
   args.top_ps = top_ps.data();
   args.min_ps = min_ps.data();
   args.token_ids = expected.data();
-  base_kernels().sampling(args);
+  portable_kernels().sampling(args);
   args.token_ids = actual.data();
   set.sampling(args);
   if (actual != expected) {
@@ -362,7 +361,7 @@ void check_set(const Kernels& set) {
     }
   }
   check_kv_write(set);
-  std::printf("%s: compared with base\n", set.isa);
+  std::printf("%s: compared with portable\n", set.isa);
 }
 
 }  // namespace
@@ -371,9 +370,9 @@ void check_set(const Kernels& set) {
 int main() {
   using namespace tokenspeed::cpu;  // NOLINT: a test program
   std::printf("this machine runs %s\n", kernels().isa);
-  check_set(base_kernels());  // with itself: rows that depend on others show here too
+  check_set(portable_kernels());  // with itself: rows that depend on others show here too
 #if defined(__x86_64__)
-  if (std::strcmp(kernels().isa, "base") != 0) {
+  if (std::strcmp(kernels().isa, "portable") != 0) {
     check_set(avx2_kernels());
   }
   if (std::strncmp(kernels().isa, "avx512", 6) == 0) {

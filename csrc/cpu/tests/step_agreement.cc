@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs whole decode steps of a small random model, some of whose matrices stay packed, with every instruction set that
-// this machine has: they agree with the base set, and a row has the same bits alone and among others.
+// this machine has: they agree with the portable set, and a row has the same bits alone and among others.
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -135,9 +135,9 @@ class Rig {
   std::vector<std::int32_t> seq_lens_, table_;
 };
 
-// Whether a set agrees with base. Activations that lie between two bytes may fall to either side.
+// Whether a set agrees with portable. Activations that lie between two bytes may fall to either side.
 bool agrees(const Kernels& set, const Rig& rig) {
-  const std::vector<float> expected = rig.run(base_kernels(), 0, kRows);
+  const std::vector<float> expected = rig.run(portable_kernels(), 0, kRows);
   const std::vector<float> actual = rig.run(set, 0, kRows);
   double error = 0.0;
   double size = 0.0;
@@ -169,7 +169,7 @@ int main() {
   for (const bool is_plain : {true, false}) {
     for (const DType page_dtype : {DType::kFloat32, DType::kBFloat16}) {
       const Rig rig(is_plain, page_dtype);
-      is_good = agrees(base_kernels(), rig) && is_good;
+      is_good = agrees(portable_kernels(), rig) && is_good;
       is_good = agrees(kernels(), rig) && is_good;
     }
   }

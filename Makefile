@@ -9,7 +9,7 @@ JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.h' -o -name '*.cc' -o -name 'CMakeLists.txt')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-full gpu bench-gpu gpu-pack test-clients test-clients-all check format sim mutants bench bench-control bench-cpu bench-server docs docs-control clean
+.PHONY: help setup demo serve test test-full sanitize-cpu gpu bench-gpu gpu-pack test-clients test-clients-all check format sim mutants bench bench-control bench-cpu bench-server docs docs-control clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 18
@@ -48,6 +48,9 @@ test-clients: $(VENV)/.test build/clients/.installed ## real agents and SDKs aga
 
 test-clients-all: $(VENV)/.test build/clients/.installed build/clients/.benchmarks ## the same and others' benchmarks, 3 GB
 	@.ci/loopback $(BIN)/python -m pytest tests/clients -m clients $(ARGS)
+
+sanitize-cpu: $(VENV)/.test ## the CPU kernels under ASan and UBSan, on every instruction set that this machine runs
+	@JOBS="$(JOBS)" .ci/sanitize-cpu $(ARGS)
 
 gpu: ## on a GPU machine: build, check kernels and models, measure; works from a pack too, without a network
 	@PYTHON="$(PYTHON)" .ci/gpu all

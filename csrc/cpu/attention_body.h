@@ -359,8 +359,10 @@ void paged_attention_of(const AttentionArgs& args) {
                                args.num_heads / args.num_kv_heads};
   const std::int64_t row_size = args.num_heads * args.head_dim;
   const std::int64_t num_live = args.num_rows > 0 ? args.query_start[args.num_rows] : 0;
-  __builtin_memset(static_cast<T*>(args.out) + num_live * row_size, 0,
-                   static_cast<std::size_t>((args.num_tokens - num_live) * row_size) * sizeof(T));
+  if (num_live < args.num_tokens) {  // without tokens there may be no memory to name
+    __builtin_memset(static_cast<T*>(args.out) + num_live * row_size, 0,
+                     static_cast<std::size_t>((args.num_tokens - num_live) * row_size) * sizeof(T));
+  }
   const AttentionPlan plan = plan_attention(job);
   float* partials = scratch(4, static_cast<std::size_t>(plan.num_partial_floats));
   auto attend = [&](std::int64_t index) {

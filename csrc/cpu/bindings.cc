@@ -34,6 +34,18 @@ const T* array_at(std::uintptr_t address) {
   return reinterpret_cast<const T*>(address);
 }
 
+void bind_sets(nb::module_& module) {
+  module.def("isa", [] { return kernels().isa; });
+  module.def("isas", [] {
+    nb::list names;
+    for (const Kernels& set : kernel_sets()) {
+      names.append(set.isa);
+    }
+    return names;
+  });
+  module.def("choose_isa", [](const char* isa) { return choose_kernels(isa); });
+}
+
 void bind_linear(nb::module_& module) {
   module.def("linear",
              [](std::uintptr_t x, std::uintptr_t weight, std::uintptr_t bias, std::uintptr_t out, Int num_rows,
@@ -194,7 +206,7 @@ void bind_step(nb::module_& module) {
 
 NB_MODULE(_cpu, module) {
   module.doc() = "CPU kernels over plain addresses; see csrc/cpu/kernels.h for what each computes.";
-  module.def("isa", [] { return tokenspeed::cpu::kernels().isa; });
+  tokenspeed::cpu::bind_sets(module);
   module.def("num_threads", tokenspeed::cpu::num_threads);
   module.def("set_num_threads", tokenspeed::cpu::set_num_threads);
   tokenspeed::cpu::bind_linear(module);

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU kernels: arguments as plain pointers, one implementation an instruction set, chosen once at run time.
+// The CPU kernels: arguments as plain pointers, one implementation an instruction set, chosen at run time.
 // Strides count elements; the last dimension of every tensor is contiguous.
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <string_view>
 
 #include "packed_layout.h"
 
@@ -175,8 +177,14 @@ struct Kernels {
   void (*sampling)(const SamplingArgs&);
 };
 
-// The best set that this machine runs.
+// The sets that this machine runs, the best one first.
+std::span<const Kernels> kernel_sets();
+
+// The set in use: the best one until another is chosen, which may not happen during a call of a kernel.
 const Kernels& kernels();
+
+// Whether this machine runs a set of that name, which is then the one in use.
+bool choose_kernels(std::string_view isa);
 
 Kernels portable_kernels();
 #if defined(__x86_64__)

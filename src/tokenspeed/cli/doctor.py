@@ -53,7 +53,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         [
             ("tokenspeed", f"{__version__}, {machine.system}"),
             ("cpu", f"{machine.cpu}, {machine.num_cores_allowed} of {machine.num_cores} cores allowed"),
-            ("cpu kernels", platform.cpu_isa or "not built; `make setup` builds them"),
+            ("cpu kernels", _cpu_kernels(platform)),
             ("memory", f"{_gib(machine.memory_available)} available of {_gib(machine.memory_total)}"),
             ("torch", str(torch.__version__)),
             ("cuda devices", cuda),
@@ -64,6 +64,12 @@ def run_doctor(options: argparse.Namespace) -> int:
     if options.model:
         _print_model(options.model)
     return 0 if all(built.values()) else 1
+
+
+def _cpu_kernels(platform: Any) -> str:
+    if platform.cpu_isa is None:
+        return "not built; `make setup` builds them"
+    return f"{platform.cpu_isa}, as TOKENSPEED_CPU_ISA says" if platform.is_cpu_isa_forced else str(platform.cpu_isa)
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -185,6 +185,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenspeed"
 
 
+def forced_cpu_isa() -> str | None:
+    """TOKENSPEED_CPU_ISA: the instruction set that the compiled CPU kernels are to use; None for the best one."""
+    return os.environ.get("TOKENSPEED_CPU_ISA") or None
+
+
 def hub_endpoint() -> str | None:
     """HF_ENDPOINT, where the hub is another than the public one."""
     return os.environ.get("HF_ENDPOINT") or None

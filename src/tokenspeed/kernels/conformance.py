@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an op's `cases.py` yields: inputs on which every solution must agree with the reference.
 
+An op whose solutions are not functions of tensors has `as_function` there, which makes one of what a solution builds.
 Knows how a case looks. Does not run any.
 """
 
@@ -17,8 +18,9 @@ class Case:
     """One call. Tensors may be views; what lies between their elements must not be touched.
 
     mutated: indices of args that the op changes. scratch: of those whose numbers are unspecified afterwards. rows: the
-    same call cut into single rows, each with the part of the result that it must equal bit for bit where a solution is
-    batch invariant. features: what of the contract it needs by name; solutions without them are not asked.
+    same call cut into parts, each with the part of the result that it must equal bit for bit where a solution is
+    batch invariant. features: what of the contract it needs by name; solutions without them are not asked. tolerance:
+    that of this case, where it is not the op's.
     """
 
     name: str
@@ -28,11 +30,12 @@ class Case:
     scratch: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
     features: frozenset[str] = frozenset()
+    tolerance: Tolerance | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A part of a case on its own. select takes the part's result out of the whole result."""
+    """A part of a case on its own, of one row or several. select takes the part's result out of the whole result."""
 
     args: tuple[object, ...]
     keywords: Mapping[str, object]

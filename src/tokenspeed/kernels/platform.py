@@ -16,6 +16,8 @@ from types import ModuleType
 
 import torch
 
+from tokenspeed.core.config import forced_cpu_isa
+from tokenspeed.core.errors import ConfigError
 from tokenspeed.kernels.registry import KernelContext, Ok, Reason, Support
 
 CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -28,21 +30,23 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """cpu_isa: instruction set that the compiled CPU kernels chose, None where the module is not built.
-    cuda_devices: names of the CUDA devices, empty without one."""
+    """cpu_isa: instruction set that the compiled CPU kernels use, None where the module is not built.
+    is_cpu_isa_forced: whether the environment names it. cuda_devices: names of the CUDA devices, empty without one."""
 
     num_cpus: int
     cpu_isa: str | None
+    is_cpu_isa_forced: bool
     cuda_devices: tuple[str, ...]
 
 
 def describe() -> Platform:
-    """What the machine offers now."""
+    """What the machine offers now. Raises ConfigError, as cpu_module."""
     module = cpu_module()
     names: tuple[str, ...] = ()
     if torch.cuda.is_available():
         names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    return Platform(num_cpus(), None if module is None else str(module.isa()), names)
+    isa = None if module is None else str(module.isa())
+    return Platform(num_cpus(), isa, forced_cpu_isa() is not None, names)
 
 
 def num_cpus() -> int:
@@ -52,12 +56,21 @@ def num_cpus() -> int:
 
 @functools.cache
 def cpu_module() -> ModuleType | None:
-    """The compiled CPU kernels, None where they are not built."""
+    """The compiled CPU kernels, None where they are not built. ConfigError when the environment names an instruction
+    set that they do not have here."""
+    module: ModuleType | None
     try:
         module = importlib.import_module("tokenspeed.kernels._cpu")
     except ImportError:
-        return None
-    return module if "paged_attention" in vars(module) else None
+        module = None
+    if module is not None and "paged_attention" not in vars(module):
+        module = None
+    isa = forced_cpu_isa()
+    if isa is not None and module is None:
+        raise ConfigError(f"TOKENSPEED_CPU_ISA={isa}: the compiled module tokenspeed.kernels._cpu is not built")
+    if isa is not None and module is not None and not module.choose_isa(isa):
+        raise ConfigError(f"TOKENSPEED_CPU_ISA={isa}: this machine runs {', '.join(module.isas())}")
+    return module
 
 
 def compiled_cpu(ctx: KernelContext) -> Support:

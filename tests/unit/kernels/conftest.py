@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton's interpreter needs here: loops whose bounds are tensors, and no time spent on what never changes.
+"""The instruction sets of the CPU kernels in turn, and what Triton's interpreter needs here: loops whose bounds are
+tensors, and no time spent on what never changes.
 
-It asks numpy for the integer that an array of one number holds, which numpy 2.4 refuses. At each call of a device
-function it puts its own operations into the language again; here they are put in once and stay, since nothing is
-compiled in a process that interprets. It works out whether integers overflow and then, without its debug option, does
-not look at the answer. It builds the shape and the types of each tensor anew.
+The interpreter asks numpy for the integer that an array of one number holds, which numpy 2.4 refuses. At each call of
+a device function it puts its own operations into the language again; here they are put in once and stay, since nothing
+is compiled in a process that interprets. It works out whether integers overflow and then, without its debug option,
+does not look at the answer. It builds the shape and the types of each tensor anew.
 """
 
 from __future__ import annotations
@@ -14,10 +15,27 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
+
+from cpu_isas import chosen, isas
+
+
+@pytest.fixture(params=isas() or [None])
+def cpu_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str | None]:
+    """An instruction set, which the compiled CPU kernels use; None for what is not of theirs. Each packed matrix ends
+    where its memory does, so that who reads on is seen by AddressSanitizer."""
+    memory = "tokenspeed.kernels.ops.packed_linear.cpu._Memory"
+    monkeypatch.setattr(f"{memory}._CHUNK_BYTES", 0)
+    monkeypatch.setattr(f"{memory}._ALIGNMENT", 1)
+    if request.param is None:
+        yield None
+        return
+    with chosen(request.param):
+        yield request.param
 
 
 def _prepare_interpreter() -> None:

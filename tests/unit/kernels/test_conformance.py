@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every solution of every op agrees with the op's reference; a new file in an op's folder joins by existing.
 
-Triton's run on a CUDA device where there is one, else in Triton's interpreter. The reference always runs on the CPU.
-An op that is no function of tensors has conformance tests of its own.
+Triton's run on a CUDA device where there is one, else in Triton's interpreter; the compiled CPU kernels on each
+instruction set that the machine runs. The reference always runs on the CPU. Ops of several ranks or of a whole model
+have conformance tests of their own.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cpu_isas import isas
 from tokenspeed.kernels.conformance import Case, Tolerance
 from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution, bind, op_names, solutions_of
 
 DTYPES = (torch.float32, torch.bfloat16)
-ELSEWHERE = {"collective", "decode_step", "packed_linear"}  # a test file each: several ranks, a whole model, a layout
+ELSEWHERE = {
+    "collective": {"gloo": "unit/kernels/test_collective.py", "nccl": "unit/kernels/test_collective.py"},
+    "decode_step": {
+        "cpu": "unit/kernels/test_decode_step_cpu.py",
+        "cuda": "gpu/kernels/test_decode_step.py",
+        "triton": "unit/kernels/test_decode_step.py",
+    },
+}
+"""Ops without cases, and where each of their solutions is held to the reference."""
 INTERPRETED_PRODUCTS = {"linear", "paged_attention"}  # by numpy, where a row's bits depend on its place in a tile
 
 
@@ -34,15 +45,23 @@ def cases_of(op: str, solution: Solution, dtype: torch.dtype) -> list[Case]:
     return [case for case in cases_module(op).cases(dtype) if case.features <= solution.features]
 
 
+def held_to_reference(op: str) -> list[Solution]:
+    return [solution for solution in solutions_of(op) if solution.band is not Band.REFERENCE]
+
+
 def contenders() -> list[Any]:
-    """(op, solution, dtype) for all but references."""
+    """(op, solution, dtype, instruction set or None) for all but references."""
     found = []
-    for op in sorted(set(op_names()) - ELSEWHERE):
-        for solution in solutions_of(op):
-            for dtype in DTYPES:
-                if solution.band is not Band.REFERENCE:
-                    found.append(pytest.param(op, solution, dtype, id=f"{op}-{solution.name}-{str(dtype)[6:]}"))
+    for op in sorted(set(op_names()) - set(ELSEWHERE)):
+        for solution in held_to_reference(op):
+            for isa in isas() if solution.name == "cpu" else [None]:
+                for dtype in DTYPES:
+                    words = (op, solution.name, isa, str(dtype).removeprefix("torch."))
+                    found.append(pytest.param(op, solution, dtype, isa, id="-".join(word for word in words if word)))
     return found
+
+
+each_contender = pytest.mark.parametrize(("op", "solution", "dtype", "cpu_isa"), contenders(), indirect=["cpu_isa"])
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +74,22 @@ def _poisoned_memory() -> Iterator[None]:
     torch.set_deterministic_debug_mode("default")
 
 
+def as_function(op: str, kernel: Any) -> Any:
+    """What a solution builds, as a function of tensors."""
+    convert = vars(cases_module(op)).get("as_function")
+    return kernel if convert is None else convert(kernel)
+
+
+def reference_of(op: str, dtype: torch.dtype) -> Any:
+    return as_function(op, bind(op, KernelContext("cpu", dtype, {op: "reference"})).call)
+
+
 def built(op: str, solution: Solution, dtype: torch.dtype) -> Any:
     """The kernel, taking tensors of the CPU and giving such."""
+    return as_function(op, _built(solution, dtype))
+
+
+def _built(solution: Solution, dtype: torch.dtype) -> Any:
     on_cpu = KernelContext("cpu", dtype)
     support = solution.supports(on_cpu)
     if not isinstance(support, Reason):
@@ -150,21 +183,21 @@ def copied_args(case: Case) -> list[Any]:
     return [copied(value) for value in case.args]
 
 
-@pytest.mark.parametrize(("op", "solution", "dtype"), contenders())
-def test_agrees_with_the_reference(op: str, solution: Solution, dtype: torch.dtype) -> None:
+@each_contender
+def test_agrees_with_the_reference(op: str, solution: Solution, dtype: torch.dtype, cpu_isa: str | None) -> None:
     kernel = built(op, solution, dtype)
     module = cases_module(op)
-    reference = bind(op, KernelContext("cpu", dtype, {op: "reference"})).call
+    reference = reference_of(op, dtype)
     for case in cases_of(op, solution, dtype):
         try:
-            check(case, kernel, reference, module.TOLERANCE[dtype])
+            check(case, kernel, reference, case.tolerance or module.TOLERANCE[dtype])
         except AssertionError as error:
-            raise AssertionError(f"{op}/{solution.name} on {case.name}: {error}") from error
+            raise AssertionError(f"{op}/{solution.name} {cpu_isa or ''} on {case.name}: {error}") from error
 
 
-@pytest.mark.parametrize(("op", "solution", "dtype"), contenders())
+@each_contender
 def test_keeps_its_promises_of_determinism_and_batch_invariance(
-    op: str, solution: Solution, dtype: torch.dtype
+    op: str, solution: Solution, dtype: torch.dtype, cpu_isa: str | None
 ) -> None:
     kernel = built(op, solution, dtype)
     for case in cases_of(op, solution, dtype):
@@ -182,9 +215,22 @@ def test_keeps_its_promises_of_determinism_and_batch_invariance(
 def test_reference_has_cases_and_finite_answers(op: str) -> None:
     module = cases_module(op)
     for dtype in DTYPES:
-        reference = bind(op, KernelContext("cpu", dtype, {op: "reference"})).call
+        reference = reference_of(op, dtype)
         names = [case.name for case in module.cases(dtype)]
         assert len(names) == len(set(names)) >= 3
         for case in module.cases(dtype):
             for tensor in tensors_in(reference(*copied_args(case), **case.keywords)):
                 assert math.isfinite(float(tensor.double().sum())), case.name
+
+
+@pytest.mark.parametrize("op", op_names())
+def test_every_solution_is_held_to_its_reference(op: str) -> None:
+    """By cases of the op, or by name in another file."""
+    has_cases = importlib.util.find_spec(f"tokenspeed.kernels.ops.{op}.cases") is not None
+    assert has_cases != (op in ELSEWHERE), f"{op}: give it cases.py, or say in ELSEWHERE which tests stand for it"
+    if not has_cases:
+        files = ELSEWHERE[op]
+        assert set(files) == {solution.name for solution in held_to_reference(op)}
+        for name, file in files.items():
+            text = (Path(__file__).parents[2] / file).read_text()
+            assert f'"{name}"' in text, f"{file} does not run {op}/{name}"

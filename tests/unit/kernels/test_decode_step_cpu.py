@@ -15,9 +15,12 @@ from tokenspeed.kernels.ops.packed_linear import Piece
 from tokenspeed.kernels.platform import compiled_cpu
 from tokenspeed.kernels.registry import KernelContext, Ok, Reason, bind
 
-pytestmark = pytest.mark.skipif(
-    compiled_cpu(KernelContext("cpu", torch.float32)) != Ok(), reason="the compiled CPU kernels are not built"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        compiled_cpu(KernelContext("cpu", torch.float32)) != Ok(), reason="the compiled CPU kernels are not built"
+    ),
+    pytest.mark.usefixtures("cpu_isa"),
+]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 

@@ -9,7 +9,10 @@ import torch
 from tokenspeed.kernels.platform import cpu_module
 from tokenspeed.kernels.registry import KernelContext, bind
 
-pytestmark = pytest.mark.skipif(cpu_module() is None, reason="the compiled CPU kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(cpu_module() is None, reason="the compiled CPU kernels are not built"),
+    pytest.mark.usefixtures("cpu_isa"),
+]
 
 DTYPES = (torch.float32, torch.bfloat16)
 

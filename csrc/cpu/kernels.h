@@ -143,7 +143,8 @@ struct PackedPiece {
 };
 
 // As LinearArgs, of a weight whose rows are those of up to eight pieces, one after another; bias is of x's dtype. x is
-// rounded to bytes, 32 inputs to a scale. An output's bits depend on its own row only.
+// rounded to bytes, 32 inputs to a scale, but for a few inputs that are kept as they are (packed_inputs.h). An output's
+// bits depend on its own row only.
 struct PackedLinearArgs {
   const void* x;
   const PackedPiece* pieces;

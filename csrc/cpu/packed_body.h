@@ -59,6 +59,15 @@ TOKENSPEED_INLINE void store_first(T* target, Vec8 value, std::int64_t count) {
   __builtin_memcpy(target, buffer, static_cast<std::size_t>(count) * sizeof(T));
 }
 
+// The eight rows' weights for one of a block's inputs, before factor and minimum.
+template <typename F>
+TOKENSPEED_INLINE Vec8 weights_of(const typename F::Of& block, std::uint32_t input) {
+  const Words words = as<Words>(block.codes[input / 4]);
+  const Words top = words << (24 - 8 * (input % 4));
+  const Ints codes = F::kSigned ? as<Ints>(top) >> 24 : as<Ints>(top >> 24);
+  return __builtin_convertvector(codes * even_shorts(block.scales[input * F::kGroups / kBlockInputs]), Vec8);
+}
+
 // sums[row][tile] += rows x tiles over `num_blocks` blocks of the panel, a block of which has one for each tile.
 template <typename F, int kRows, int kTiles>
 TOKENSPEED_INLINE void multiply(const Rows8& rows, const typename F::Of* panel, std::int64_t num_blocks,
@@ -104,11 +113,22 @@ TOKENSPEED_INLINE void multiply(const Rows8& rows, const typename F::Of* panel, 
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       const Scale& scale = rows.scales[row * rows.panel_blocks + block];
+      Vec8 values[kTiles];
 #pragma GCC unroll 8
       for (int tile = 0; tile < kTiles; ++tile) {
-        const Vec8 total = __builtin_convertvector(totals[row][tile], Vec8);
+        values[tile] = __builtin_convertvector(totals[row][tile], Vec8);
+      }
+      if (__builtin_expect(scale.apart != 0, 0)) {
+#pragma GCC unroll 8
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const Vec8 weights = weights_of<F>(panel[tile], scale.apart - 1);
+          values[tile] = multiply_add(weights, splat8(scale.rest), values[tile]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int tile = 0; tile < kTiles; ++tile) {
         Vec8& sum = sums[row][tile];
-        sum = multiply_add(total, panel[tile].factor * scale.scale, sum);
+        sum = multiply_add(values[tile], panel[tile].factor * scale.scale, sum);
         if constexpr (F::kMinimum && F::kGroups == 1) {
           sum = multiply_add(panel[tile].minimum[0], splat8(scale.sum), sum);
         } else if constexpr (F::kMinimum) {

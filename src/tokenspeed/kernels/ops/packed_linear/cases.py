@@ -81,18 +81,18 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
     for format_name in FORMATS:
         for num_rows, num_outputs, num_inputs in ((0, 5, 256), (1, 37, 768), (3, 8, 512), (4, 9, 256), (7, 17, 1024)):
-            pieces = (drawn(format_name, num_outputs, num_inputs, seed=num_rows),)
+            piece = drawn(format_name, num_outputs, num_inputs, seed=num_rows)
             bias_N = normal(num_outputs) if num_rows % 2 else None
             name = f"{format_name}-{num_rows}x{num_outputs}x{num_inputs}"
-            yield Case(name, (pieces, steps(num_rows, num_inputs, dtype), bias_N))
+            yield Case(name, ((piece,), steps(num_rows, num_inputs, dtype), bias_N))
         x_TD = normal(139, 1280) * _INPUT_SIZE
-        pieces = (drawn(format_name, 21, 1280), drawn("q6_k", 11, 1280))
-        yield _in_parts(Case(f"{format_name}-panels", (pieces, x_TD, normal(32)), tolerance=_ROUNDED[dtype]))
+        two = (drawn(format_name, 21, 1280), drawn("q6_k", 11, 1280))
+        yield _in_parts(Case(f"{format_name}-panels", (two, x_TD, normal(32)), tolerance=_ROUNDED[dtype]))
         yield _of_rows(format_name, dtype)
-    pieces = (drawn("q4_k", 24, 768), drawn("q6_k", 9, 768), drawn("q8_0", 40, 768), drawn("q4_1", 3, 768))
+    four = (drawn("q4_k", 24, 768), drawn("q6_k", 9, 768), drawn("q8_0", 40, 768), drawn("q4_1", 3, 768))
     for num_rows in (2, 135):
         x_TD = steps(num_rows, 1024, dtype)[:, 128:896]
-        yield Case(f"strided-{num_rows}", (pieces, x_TD, None, torch.float32))
+        yield Case(f"strided-{num_rows}", (four, x_TD, None, torch.float32))
     eight = tuple(drawn(name, 1 + index, 256) for index, name in enumerate(list(FORMATS)[-8:]))
     yield Case("eight-pieces", (eight, steps(5, 256, dtype), normal(36)))
     zeros_TD = torch.zeros(3, 256, dtype=dtype)

@@ -37,6 +37,20 @@ TEXTS = (
     LONG + "\n\nclass Walker:\n    def walk(self",
 )
 
+CHATS = tuple(
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    for question in (
+        "What is the capital of France?",
+        "What is gravity?",
+        "How do I make pancakes?",
+        "Give me three tips for sleeping better.",
+        "What is the difference between a list and a tuple in Python? Show an example.",
+        "If a train travels 60 miles in 1.5 hours, how fast is it going on average?",
+    )
+)
+"""Of SmolLM2, whose first tokens of a chat have channels that are many times the others."""
+
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
@@ -114,17 +128,17 @@ def oracle_logprobs(path: Path, texts: Sequence[list[int]]) -> list[torch.Tensor
         return [oracle(torch.tensor([text]), use_cache=False).logits[0, :-1].log_softmax(dim=-1) for text in texts]
 
 
-def check_packed_against_oracle(path: Path, tools: Any) -> None:
+def check_packed_against_oracle(path: Path, tools: Any, prompts: Sequence[str] = TEXTS) -> None:
     """Six prompts and answers, token by token: the most likely token is the oracle's at 95 of 100 positions, and the
     log-probability of the next token is off by 0.05 at most in the mean."""
-    prompts = encode(path, TEXTS)
+    encoded = encode(path, prompts)
     sampling = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=1)
     loop = tools.Loop(tools.engine_config(path, kv_tokens=8192, num_threads=NUM_THREADS))
     try:
         assert "packed_linear" in {kernel.op for kernel in loop.runner.info.kernels}
         assert loop.runner._buffers.kv_layers[0].k.dtype is torch.bfloat16
-        answers = [request.token_ids for request in loop.run([tools.Wish(prompt, NUM_TOKENS) for prompt in prompts])]
-        texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        answers = [request.token_ids for request in loop.run([tools.Wish(prompt, NUM_TOKENS) for prompt in encoded])]
+        texts = [prompt + answer for prompt, answer in zip(encoded, answers, strict=True)]
         scored = [loop.run([tools.Wish(text, 1, sampling)])[0].prompt_logprobs[1:] for text in texts]
     finally:
         loop.close()
@@ -141,8 +155,9 @@ def check_packed_against_oracle(path: Path, tools: Any) -> None:
     assert error <= 0.05, f"log-probabilities are off by {error:.4f} in the mean"
 
 
-def test_smollm2_packed_says_what_the_oracle_says(smollm2_path: Path, tools: Any) -> None:
-    check_packed_against_oracle(smollm2_path, tools)
+@pytest.mark.parametrize("prompts", [TEXTS, CHATS], ids=["texts", "chats"])
+def test_smollm2_packed_says_what_the_oracle_says(smollm2_path: Path, tools: Any, prompts: Sequence[str]) -> None:
+    check_packed_against_oracle(smollm2_path, tools, prompts)
 
 
 @pytest.mark.slow

@@ -76,6 +76,29 @@ def test_other_activations_are_off_by_half_a_step_at_most(solution: Solution) ->
 
 
 @each_isa
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("place", [0, 77, 95, 511])
+@pytest.mark.parametrize("solution", solutions_of(OP), ids=lambda each: each.name)
+def test_an_input_of_many_times_the_others_takes_no_steps_from_them(
+    solution: Solution, place: int, format_name: str
+) -> None:
+    """Half a step of what the block has beside it, in few rows and in many."""
+    piece = drawn(format_name, 33, 512)
+    for num_rows, size in ((2, 1000.0), (7, -400.0)):
+        x_TD = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(1))
+        others_TD = x_TD.clone()
+        others_TD[:, place] = 0.0
+        x_TD[:, place] = size
+        y_TN = built(solution, torch.float32)([piece])(x_TD, None)
+        weight_ND = numbers(piece).double()
+        expected = x_TD.double() @ weight_ND.t()
+        blocks = others_TD.view(num_rows, -1, 32).abs().amax(dim=2, keepdim=True)
+        half_steps = blocks.expand(-1, -1, 32).reshape(num_rows, -1) / 254
+        bound = (half_steps.double() * 1.001 + 4e-6 * x_TD.double().abs()) @ weight_ND.abs().t()
+        assert bool(((y_TN - expected).abs() <= bound).all())
+
+
+@each_isa
 @pytest.mark.parametrize("solution", solutions_of(OP), ids=lambda each: each.name)
 def test_what_is_not_finite_shows_in_its_row_alone(solution: Solution) -> None:
     matrix = built(solution, torch.float32)([drawn("q4_1", 8, 128)])

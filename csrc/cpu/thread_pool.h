@@ -38,7 +38,9 @@ class LateScope {
   LateScope();
   ~LateScope();
   LateScope(const LateScope&) = delete;
+  LateScope(LateScope&&) = delete;
   LateScope& operator=(const LateScope&) = delete;
+  LateScope& operator=(LateScope&&) = delete;
 };
 
 // Threads of a loop, the caller included. Starts as the number of processors that the process may use.

@@ -55,7 +55,10 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     answer_stacks_signal()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(arguments.socket)
+    try:
+        sock.connect(arguments.socket)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return 1  # the parent was told to end before we began: its folder, or whoever listened there, has gone
     threading.Thread(target=_load_ahead, daemon=True).start()
     try:
         code = serve(sock, owns_process=True)

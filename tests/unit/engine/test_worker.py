@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -46,3 +51,19 @@ def test_prompts_beside_a_decode_get_what_the_configuration_says(given: int | No
     assert plan is not None
     assert plan.rows[:, RowField.KIND].tolist() == [RowKind.DECODE, RowKind.PREFILL]
     assert plan.rows[:, RowField.QUERY_LEN].tolist() == [1, beside_a_decode]
+
+
+@pytest.mark.parametrize("was_there", [False, True], ids=["folder-gone", "nobody-listens"])
+def test_a_parent_that_has_gone_already_is_no_fault_of_ours(tmp_path: Path, was_there: bool) -> None:
+    path = tmp_path / "engine.sock"
+    if was_there:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(path))
+    ended = subprocess.run(
+        [sys.executable, "-m", "tokenspeed.engine.worker", "--socket", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from tokenspeed import __version__
@@ -38,6 +39,7 @@ from tokenspeed.observability.progress import shown_progress
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,11 +132,33 @@ def _serve(options: argparse.Namespace) -> int:
 
     engine = engine_config(options)
     server = ServerConfig(**given(options, SERVER_FLAGS), cors_origins=tuple(options.cors_origin))
-    with shown_progress() as progress, contextlib.closing(EngineAhead(engine)) as ahead:
+    with shown_progress() as progress, _held_signals() as release, contextlib.closing(EngineAhead(engine)) as ahead:
         from tokenspeed.server.serve import Serving, serve  # as long as the engine's process takes to load, nearly
+
+        release()
 
         def announce(text: str) -> None:
             progress.close()
             print(text, flush=True)
 
         return serve(Serving(engine, server, progress, announce, launch=ahead.connect))
+
+
+@contextlib.contextmanager
+def _held_signals() -> Generator[Callable[[], None]]:
+    """SIGINT and SIGTERM come when what this gives is called. In the start of a process or in an import their exception
+    may be lost: whoever catches it there goes on, and nobody ends the child."""
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda own, _: came.append(own)) for number in _ENDING}
+
+    def release() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        handlers.clear()
+        while came:
+            signal.raise_signal(came.pop())
+
+    try:
+        yield release
+    finally:
+        release()

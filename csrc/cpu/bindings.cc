@@ -164,16 +164,6 @@ void bind_elementwise(nb::module_& module) {
                            slot_stride, page_head_stride, DType(dtype),         DType(page_dtype)};
     call(kernels().kv_write, args, num_tokens * num_heads * head_dim);
   });
-  module.def("most_likely", [](std::uintptr_t logits, std::uintptr_t token_ids, std::uintptr_t is_faulty, Int num_rows,
-                               Int size, Int stride) {
-    const MostLikelyArgs args{array_at<float>(logits),
-                              static_cast<Int*>(at(token_ids)),
-                              static_cast<Int*>(at(is_faulty)),
-                              num_rows,
-                              size,
-                              stride};
-    call(kernels().most_likely, args, num_rows * size);
-  });
 }
 
 void bind_sampling(nb::module_& module) {

@@ -157,43 +157,5 @@ void kv_write(const KvWriteArgs& args) {
   args.page_dtype == DType::kFloat32 ? kv_write_of<float, float>(args) : kv_write_of<float, Bf16>(args);
 }
 
-struct Highest {
-  float value;
-  bool has_nan;
-};
-
-TOKENSPEED_INLINE Highest highest_of(const float* numbers, std::int64_t size) {
-  Vec most = splat(numbers[0]);
-  VecInt nans = VecInt{};
-  for_vectors(size, [&](std::int64_t i, int count) {
-    Vec value = load_upto(numbers + i, count);
-    for (int lane = count; lane < kLanes; ++lane) {
-      value[lane] = numbers[0];
-    }
-    nans |= ~(value <= splat(__builtin_inff()));
-    most = value > most ? value : most;
-  });
-  Highest found{numbers[0], false};
-  for (int lane = 0; lane < kLanes; ++lane) {
-    found.value = most[lane] > found.value ? most[lane] : found.value;
-    found.has_nan = found.has_nan || nans[lane] != 0;
-  }
-  return found;
-}
-
-void most_likely(const MostLikelyArgs& args) {
-  for_rows(args.num_rows, args.size, [&](std::int64_t row) {
-    const float* logits = args.logits + row * args.stride;
-    const Highest highest = highest_of(logits, args.size);
-    const bool is_faulty = highest.has_nan || !__builtin_isfinite(highest.value);
-    std::int64_t first = 0;
-    while (!is_faulty && logits[first] != highest.value) {
-      ++first;
-    }
-    args.token_ids[row] = first;
-    args.is_faulty[row] = is_faulty ? 1 : 0;
-  });
-}
-
 }  // namespace
 }  // namespace tokenspeed::cpu

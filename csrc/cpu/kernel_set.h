@@ -26,7 +26,6 @@ Kernels TOKENSPEED_NAME(TOKENSPEED_ISA)() {
           rotary,
           gated,
           kv_write,
-          most_likely,
           sampling};
 }
 

@@ -80,15 +80,6 @@ struct GatedArgs {
   DType dtype;
 };
 
-// token_ids[r] = the first index of the highest number of row r; is_faulty[r] = 1, and the index 0, where that is not
-// finite or a number is not a number.
-struct MostLikelyArgs {
-  const float* logits;
-  std::int64_t* token_ids;
-  std::int64_t* is_faulty;
-  std::int64_t num_rows, size, stride;
-};
-
 // See kernels/ops/sampling, whose parts these are: addresses are null and numbers 0 where there is no such part. Rows
 // without temperatures are greedy, rows without filters have none. Every field has eight bytes.
 struct SamplingArgs {
@@ -174,7 +165,6 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&);
   void (*gated)(const GatedArgs&);
   void (*kv_write)(const KvWriteArgs&);
-  void (*most_likely)(const MostLikelyArgs&);
   void (*sampling)(const SamplingArgs&);
 };
 

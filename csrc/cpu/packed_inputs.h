@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of activations as bytes, 32 inputs to a scale. Knows no weight.
 //
-// A model has a few channels whose activations are many times the others', so that one block in twenty may have the
-// largest steps by far, and most of a row's rounding error. Its largest input is kept apart then, as float32, and the
+// A model has a few channels whose activations are many times the others', so that a few blocks have the largest steps
+// by far, and much of a row's rounding error. The largest input of such a block is kept apart, as float32, and the
 // others are rounded as if it were zero. Which are is decided by the row alone.
 #pragma once
 

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -373,3 +374,21 @@ def test_a_plan_that_cannot_be_is_one_line(
     assert said.err.startswith("error: ")
     assert words in said.err
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_released", [True, False], ids=["released", "left"])
+def test_a_signal_that_came_while_held_is_told_once_it_no_longer_is(is_released: bool) -> None:
+    before, reached = signal.getsignal(signal.SIGINT), []
+
+    def load() -> None:
+        with cli._held_signals() as release:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("held")
+            if is_released:
+                release()
+                reached.append("lost")
+
+    with pytest.raises(KeyboardInterrupt):
+        load()
+    assert reached == ["held"]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs every instruction set that this machine has on the same random inputs and compares it with the portable set.
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <limits>
 #include <random>
 #include <vector>
 
@@ -240,23 +238,6 @@ void check_kv_write(const Kernels& set) {
   }
 }
 
-// Equal numbers in one row; a number that is none in the last.
-void check_most_likely(const Kernels& set, std::vector<float> logits, std::int64_t rows, std::int64_t size) {
-  std::fill_n(logits.begin(), size, -2.0F);
-  if (rows > 1) {
-    logits.back() = std::numeric_limits<float>::quiet_NaN();
-  }
-  const auto count = static_cast<std::size_t>(rows);
-  std::vector<std::int64_t> expected(2 * count, -1);
-  std::vector<std::int64_t> actual = expected;
-  portable_kernels().most_likely({logits.data(), expected.data(), expected.data() + count, rows, size, size});
-  set.most_likely({logits.data(), actual.data(), actual.data() + count, rows, size, size});
-  if (actual != expected || expected[0] != 0 || expected.back() != (rows > 1 ? 1 : 0)) {
-    std::printf("FAILED %s most_likely of %d x %d\n", set.isa, static_cast<int>(rows), static_cast<int>(size));
-    ++num_failures;
-  }
-}
-
 // Open, filtered and greedy rows; of two scores as near as rounding either may win, which these are not.
 void check_sampling(const Kernels& set, std::int64_t rows, std::int64_t size) {
   const auto count = static_cast<std::size_t>(rows);
@@ -308,9 +289,6 @@ void check_elementwise(const Kernels& set, DType dtype, std::int64_t rows, std::
     check("gated", set, count, dtype, [&](const Kernels& kernels, void* out) {
       kernels.gated({x.data(), out, rows, size, 2 * size, activation, dtype});
     });
-  }
-  if (dtype == DType::kFloat32) {
-    check_most_likely(set, random_floats(count), rows, size);
   }
   const std::int64_t rotary_dim = size / 2 * 2;
   const auto table = random_floats(static_cast<std::size_t>(rows * rotary_dim));

@@ -123,7 +123,7 @@ class ModelRunner:
         ctx = BuildContext(str(device), dtype, overrides, mesh, rank, deterministic=deterministic)
         model, model_type, weights = _build(config, source, ctx, progress)
         forward = Forward(model, ctx, communicator)
-        ops, update_tables = _sampling_ops(ctx, device), ctx.bind("page_table_update")
+        ops, update_tables = SamplingOps(ctx.bind("sampling"), ctx.bind("logprobs")), ctx.bind("page_table_update")
         agree = _min_over_ranks(communicator)
         size = kv_cache.size_pool(config, model.kv_specs, model.max_model_len, ctx, agree)
         layers = kv_cache.allocate(size, model.kv_specs, ctx)
@@ -424,12 +424,6 @@ def _build(
     finally:
         weights.close()
     return model, family.model_type, WeightsSize.of(model, packing)
-
-
-def _sampling_ops(ctx: BuildContext, device: torch.device) -> SamplingOps:
-    """Whoever chose how to sample has all sampled like that."""
-    has_choice = device.type == "cpu" and "sampling" not in ctx.kernels.overrides
-    return SamplingOps(ctx.bind("sampling"), ctx.bind("logprobs"), ctx.bind("most_likely") if has_choice else None)
 
 
 def _binding(kernel: BoundKernel) -> KernelBinding:

@@ -28,7 +28,6 @@ from tokenspeed.execution.logprobs import ScoredTokens
 from tokenspeed.execution.penalties import PenaltyTables
 from tokenspeed.grammar import GrammarError, Vocabulary
 from tokenspeed.kernels.ops.logprobs import LogprobsFn
-from tokenspeed.kernels.ops.most_likely import MostLikely
 from tokenspeed.kernels.ops.sampling import GREEDY_BELOW, Draws, Filters, SampleFn, SamplingInputs
 
 _log = logging.getLogger("tokenspeed.execution")
@@ -67,11 +66,8 @@ class _Seat:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """most_likely: on a host."""
-
     sample: SampleFn
     logprobs: LogprobsFn
-    most_likely: MostLikely | None = None
 
 
 class Sampler:
@@ -79,7 +75,7 @@ class Sampler:
 
     def __init__(self, ops: SamplingOps, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.penalties = PenaltyTables(max_num_seqs, vocab_size, device)
-        self._sample, self._logprobs, self._most_likely = ops.sample, ops.logprobs, ops.most_likely
+        self._sample, self._logprobs = ops.sample, ops.logprobs
         self._vocab_size = vocab_size
         self._device = device
         self._needs = np.zeros(max_num_seqs, dtype=np.int32)
@@ -97,8 +93,6 @@ class Sampler:
         self._unread: list[Drawn] = []
         self._known_needs = _NO_IDS, np.zeros(0, dtype=np.int32), 0
         self._host_draws: HostDraws | None = None
-        self._told_2S = torch.zeros(2, 0, dtype=torch.int64)
-        self._told_on_host: Int64Array = self._told_2S.numpy()
 
     def know(self, vocabulary: Vocabulary) -> None:
         """Before the first seat that has a grammar. Any thread."""
@@ -141,11 +135,8 @@ class Sampler:
         told_2S: torch.Tensor | Int64Array
         if prepared_2S is not None:
             told_2S = prepared_2S if prepared_2S.is_cuda else prepared_2S.numpy().copy()  # the next step writes there
-        elif self._most_likely is not None and not needs & Need.BEYOND_DRAWS:
-            if needs & Need.DRAW:
-                told_2S = self._drawn(logits_SV, needs, seats_S, position_S)
-            else:
-                told_2S = self._greedy(self._most_likely, logits_SV, len(seats_S))
+        elif self._device.type == "cpu" and not needs & Need.BEYOND_DRAWS:
+            told_2S = self._told_on_host(logits_SV, needs, seats_S, position_S)
         else:
             told_2S = self._sampled(logits_SV, edits, needs_S, seats_S, position_S)
         scored = self._scored(logits_SV, told_2S, needs_S, seats_S) if needs & Need.LOGPROBS else None
@@ -177,19 +168,13 @@ class Sampler:
             self._host_draws = None
         return self._known_needs[1:]
 
-    def _greedy(self, most_likely: MostLikely, logits_SV: torch.Tensor, num_rows: int) -> Int64Array:
-        """(2, S) tokens and faults."""
-        if num_rows != len(self._told_on_host[0]):
-            self._told_2S = torch.zeros(2, num_rows, dtype=torch.int64)
-            self._told_on_host = self._told_2S.numpy()
-        most_likely(logits_SV, self._told_2S)
-        return self._told_on_host.copy()
-
-    def _drawn(self, logits_SV: torch.Tensor, needs: int, seats_S: Int64Array, position_S: Int64Array) -> Int64Array:
-        """(2, S) tokens and faults, on a host. needs: of the rows together."""
+    def _told_on_host(
+        self, logits_SV: torch.Tensor, needs: int, seats_S: Int64Array, position_S: Int64Array
+    ) -> Int64Array:
+        """(2, S) tokens and faults of rows of which none is edited. needs: of the rows together."""
         if self._host_draws is None:
-            columns = self.draw_columns(seats_S)
-            self._host_draws = HostDraws(self._sample, columns, has_filters=bool(needs & Need.FILTER))
+            columns = self.draw_columns(seats_S) if needs & Need.DRAW else None
+            self._host_draws = HostDraws(self._sample, len(seats_S), columns, has_filters=bool(needs & Need.FILTER))
         return self._host_draws.told(logits_SV, position_S)
 
     def _sampled(

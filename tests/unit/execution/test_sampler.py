@@ -62,9 +62,7 @@ def test_greedy_seats_give_the_op_nothing_to_do(sampler: Sampler, recorder: Reco
     assert output.logprobs is None
 
 
-def test_greedy_rows_of_a_host_need_no_other_op(recorder: Recorder, tools: Any) -> None:
-    most_likely = bind("most_likely", KernelContext("cpu", torch.float32)).call
-    sampler = Sampler(SamplingOps(recorder, LOGPROBS, most_likely), 6, VOCAB, torch.device("cpu"))
+def test_greedy_rows_of_a_host_are_told_anew_by_the_same_call(sampler: Sampler, recorder: Recorder, tools: Any) -> None:
     for seat in range(3):
         sampler.seat(tools.make_seating(seat, PROMPT))
     values, seats, positions = logits(3), np.array([2, 0, 1]), np.array([5, 5, 5])
@@ -74,27 +72,29 @@ def test_greedy_rows_of_a_host_need_no_other_op(recorder: Recorder, tools: Any) 
     first = sampler.sample(values, seats, positions)
     assert first.read().token_ids_S.tolist() == wanted
     assert first.read().is_faulty_S.tolist() == [False, True, False]
-    assert recorder.inputs is None
+    inputs = recorder.inputs
     values.neg_()  # what was sampled before stays what it was
     second = sampler.sample(values, seats, positions).read()
     assert second.token_ids_S.tolist() == [int(values[0].argmax()), 0, int(values[2].argmax())]
     assert first.token_ids_S.tolist() == wanted
+    assert recorder.inputs is inputs
     # The same rows, of which one now belongs to somebody who wishes more.
     sampler.seat(tools.make_seating(1, PROMPT, SamplingParams(temperature=0.0, seed=0, logit_bias=((9, 90.0),))))
     assert sampler.sample(values, seats, positions).read().token_ids_S.tolist()[2] == 9
     assert recorder.inputs is not None
+    assert recorder.inputs.edits is not None
 
 
 def test_rows_of_a_host_that_draw_are_one_call_with_what_the_last_one_had(
     sampler: Sampler, recorder: Recorder, tools: Any
 ) -> None:
     """The tokens of the long way, beside greedy rows, of somebody who takes a seat, and of rows that come and go."""
-    most_likely = bind("most_likely", KernelContext("cpu", torch.float32)).call
-    on_host = Sampler(SamplingOps(recorder, LOGPROBS, most_likely), 6, VOCAB, torch.device("cpu"))
+    on_host = Sampler(SamplingOps(recorder, LOGPROBS), 6, VOCAB, torch.device("cpu"))
 
     def take(seat: int, **params: Any) -> None:
-        for each in (sampler, on_host):
-            each.seat(tools.make_seating(seat, PROMPT, SamplingParams(**params)))
+        on_host.seat(tools.make_seating(seat, PROMPT, SamplingParams(**params)))
+        edited = {"logit_bias": ((9, 0.0),), **params}  # which is what the long way is for
+        sampler.seat(tools.make_seating(seat, PROMPT, SamplingParams(**edited)))
 
     def both(seats: Any, position: int) -> list[int]:
         values, positions = logits(len(seats), position), np.full(len(seats), position)

@@ -42,14 +42,20 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield _case(f"{num_rows}x{vocab_size}-masked", logits(num_rows, vocab_size), masked)
     yield _case("strided", logits(8, 200)[::2, 3:160], SamplingInputs(_draws(4, True)))
     yield _case("equals", torch.ones(4, 300), SamplingInputs(_draws(4, True)))
+    late_SV = torch.zeros(2, 67)
+    late_SV[0, 40:], late_SV[1, 66] = 3.0, 3.0
+    yield _case("late-equals", late_SV, SamplingInputs())
+    yield _case("negative-zero", torch.tensor([[-0.0, 0.0, -1.0], [-1.0, 0.0, -0.0]]), SamplingInputs())
     yield _case("ties", logits(5, 300).round(), SamplingInputs(_draws(5, True)))
     yield _case("limits", logits(10, 70), SamplingInputs(_limits(70)))
     sparse_SV = logits(5, 200)
     sparse_SV[:, torch.arange(200) % 7 > 0] = -math.inf
     yield _case("sparse", sparse_SV, SamplingInputs(_draws(5, True)))
-    faulty_SV = logits(5, 65)
+    faulty_SV = logits(7, 65)
     faulty_SV[1, 64], faulty_SV[2, 0], faulty_SV[3] = math.nan, math.inf, -math.inf
-    yield _case("faulty", faulty_SV, SamplingInputs(_draws(5)))
+    faulty_SV[4, 7], faulty_SV[5, 0], faulty_SV[6, 1:] = -math.inf, math.nan, -math.inf
+    yield _case("faulty", faulty_SV, SamplingInputs(_draws(7)))
+    yield _case("faulty-greedy", faulty_SV, SamplingInputs())
 
 
 def cost(num_rows: int, vocab_size: int) -> Cost:

@@ -79,11 +79,29 @@ void bind_packed(nb::module_& module) {
                                            DType(out_dtype)};
                call(kernels().packed_linear, args, num_rows * num_outputs * num_inputs);
              });
-  module.def("packed_rows", [](std::uintptr_t data, std::uintptr_t ids, std::uintptr_t out, Int num_ids, Int num_inputs,
-                               Int format, int out_dtype) {
-    const PackedRowsArgs args{array_at<std::uint8_t>(data), array_at<Int>(ids), at(out), num_ids, num_inputs,
-                              PackedFormat(format),         DType(out_dtype)};
+  module.def("packed_rows", [](std::uintptr_t data, std::uintptr_t ids, std::uintptr_t out, Int num_ids,
+                               Int num_outputs, Int num_inputs, Int format, int out_dtype) {
+    const PackedRowsArgs args{
+        array_at<std::uint8_t>(data), array_at<Int>(ids), at(out), num_ids, num_outputs, num_inputs,
+        PackedFormat(format),         DType(out_dtype)};
     call(kernels().packed_rows, args, num_ids * num_inputs);
+  });
+}
+
+void bind_highest(nb::module_& module) {
+  module.def("few_rows", [] { return kernels().few_rows; });
+  module.def("packed_highest", [](std::uintptr_t x, std::uintptr_t piece, std::uintptr_t ids, std::uintptr_t is_faulty,
+                                  std::uintptr_t num_whole, Int num_rows, Int num_inputs, Int x_stride, int dtype) {
+    const PackedHighestArgs args{at(x),
+                                 array_at<PackedPiece>(piece),
+                                 static_cast<Int*>(at(ids)),
+                                 static_cast<std::uint8_t*>(at(is_faulty)),
+                                 static_cast<Int*>(at(num_whole)),
+                                 num_rows,
+                                 num_inputs,
+                                 x_stride,
+                                 DType(dtype)};
+    call(kernels().packed_highest, args, num_rows * args.piece->num_outputs * num_inputs);
   });
 }
 
@@ -178,12 +196,16 @@ void bind_step(nb::module_& module) {
   module.def("step_sizes", [] { return nb::make_tuple(sizeof(StepModel), sizeof(StepLayer)); });
   module.def("decode_step",
              [](std::uintptr_t model, std::uintptr_t token_ids, std::uintptr_t positions, std::uintptr_t seq_lens,
-                std::uintptr_t tables, std::uintptr_t logits, Int num_rows, Int num_groups) {
+                std::uintptr_t tables, std::uintptr_t logits, std::uintptr_t token_out, std::uintptr_t is_faulty,
+                std::uintptr_t num_whole, Int num_rows, Int num_groups) {
                const StepBatch batch{array_at<Int>(token_ids),
                                      array_at<Int>(positions),
                                      array_at<std::int32_t>(seq_lens),
                                      array_at<StepTable>(tables),
                                      static_cast<float*>(at(logits)),
+                                     static_cast<Int*>(at(token_out)),
+                                     static_cast<std::uint8_t*>(at(is_faulty)),
+                                     static_cast<Int*>(at(num_whole)),
                                      num_rows,
                                      num_groups};
                const nb::gil_scoped_release unlocked;
@@ -201,6 +223,7 @@ NB_MODULE(_cpu, module) {
   module.def("set_num_threads", tokenspeed::cpu::set_num_threads);
   tokenspeed::cpu::bind_linear(module);
   tokenspeed::cpu::bind_packed(module);
+  tokenspeed::cpu::bind_highest(module);
   tokenspeed::cpu::bind_attention(module);
   tokenspeed::cpu::bind_elementwise(module);
   tokenspeed::cpu::bind_sampling(module);

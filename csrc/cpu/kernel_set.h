@@ -7,6 +7,7 @@
 #include "elementwise_body.h"
 #include "linear_body.h"
 #include "packed_body.h"
+#include "packed_highest.h"
 #include "sampling_body.h"
 
 #define TOKENSPEED_JOIN(a, b) a##b
@@ -18,9 +19,11 @@ namespace tokenspeed::cpu {
 
 Kernels TOKENSPEED_NAME(TOKENSPEED_ISA)() {
   return {TOKENSPEED_TEXT(TOKENSPEED_ISA),
+          kFewRows,
           linear,
           packed_linear,
           packed_rows,
+          packed_highest,
           paged_attention,
           rms_norm,
           rotary,

@@ -150,16 +150,33 @@ struct PackedRowsArgs {
   const std::uint8_t* data;
   const std::int64_t* ids;
   void* out;
-  std::int64_t num_ids, num_inputs;
+  std::int64_t num_ids, num_outputs, num_inputs;
   PackedFormat format;
   DType out_dtype;
 };
 
+// Of each row the output that is highest, the first of several, and whether it is faulty: an output is NaN or +inf, or
+// all are -inf. As packed_linear and looking would find it, but of a piece in planes, and most of the plane of lower
+// bits is not read. num_whole: of blocks of 32 inputs of which it is read all the same, so many whose activations are
+// largest; more where it turned out that too many outputs could not be told apart, fewer where hardly any. It starts as
+// anything, and no result depends on it.
+struct PackedHighestArgs {
+  const void* x;
+  const PackedPiece* piece;
+  std::int64_t* ids;
+  std::uint8_t* is_faulty;
+  std::int64_t* num_whole;
+  std::int64_t num_rows, num_inputs, x_stride;
+  DType dtype;
+};
+
 struct Kernels {
   const char* isa;
+  std::int64_t few_rows;  // up to which packed_linear reads a weight once for all of them
   void (*linear)(const LinearArgs&);
   void (*packed_linear)(const PackedLinearArgs&);
   void (*packed_rows)(const PackedRowsArgs&);
+  void (*packed_highest)(const PackedHighestArgs&);
   void (*paged_attention)(const AttentionArgs&);
   void (*rms_norm)(const RmsNormArgs&);
   void (*rotary)(const RotaryArgs&);

@@ -2,6 +2,7 @@
 // The AVX-512 set, with products of bytes that are added up in one instruction.
 #define TOKENSPEED_LANES 16
 #include "packed_body.h"
+#include "packed_highest.h"
 
 namespace tokenspeed::cpu {
 
@@ -10,6 +11,7 @@ Kernels avx512vnni_kernels() {
   set.isa = "avx512vnni";
   set.packed_linear = packed_linear;
   set.packed_rows = packed_rows;
+  set.packed_highest = packed_highest;
   return set;
 }
 

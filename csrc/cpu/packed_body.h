@@ -24,7 +24,6 @@ constexpr std::int64_t kGroupTiles = 8;       // tiles, at most, that meet these
 constexpr std::int64_t kItemBytes = 1 << 16;  // of weight that few rows read at a time
 constexpr std::int64_t kPiecesMax = 8;
 constexpr std::int64_t kFetchAhead = 4096;  // bytes: the hardware stops at the end of a page
-constexpr std::int64_t kFetchLine = 64;
 
 TOKENSPEED_INLINE void store8(float* target, Vec8 value) { __builtin_memcpy(target, &value, sizeof(value)); }
 
@@ -195,8 +194,8 @@ struct PackedJob {
   }
 
   template <typename F>
-  const Byte* tile_at(const PieceJob& job, std::int64_t tile) const {
-    return job.piece->data + tile * (args.num_inputs / F::kInputs) * F::kBytes;
+  Blocks<F> tile_at(const PieceJob& job, std::int64_t tile) const {
+    return {job.piece->data, job.piece->num_outputs, args.num_inputs, tile};
   }
 
   template <typename F>
@@ -220,16 +219,15 @@ struct PackedJob {
   void few_rows(const PackedItem& item, float* results) const {
     constexpr std::int64_t kParts = F::kInputs / kBlockInputs;
     const std::int64_t num_blocks = args.num_inputs / F::kInputs;
-    const Byte* source = tile_at<F>(item.job, item.first_tile);
     for (std::int64_t tile = 0; tile < item.num_tiles; ++tile) {
+      const Blocks<F> blocks = tile_at<F>(item.job, item.first_tile + tile);
       Vec8 sums[kRows][1] = {};
-      for (std::int64_t block = 0; block < num_blocks; ++block, source += F::kBytes) {
-        for (std::int64_t line = 0; line < F::kBytes; line += kFetchLine) {
-          __builtin_prefetch(source + kFetchAhead + line);
-        }
+      for (std::int64_t block = 0; block < num_blocks; ++block) {
+        blocks.fetch_first(block, kFetchAhead);
+        blocks.fetch_second(block, 1);
         for (int part = 0; part < kParts; ++part) {
           typename F::Of own;
-          F::expand(source, part, own);
+          blocks.expand(block, part, own);
           multiply<F, kRows, 1>(rows.at(0, 0, block * kParts + part), &own, 1, sums);
         }
       }
@@ -267,13 +265,13 @@ struct PackedJob {
     const std::int64_t size = left < rows.panel_blocks ? left : rows.panel_blocks;
     const bool is_last = size == left;
     const bool has_second = tile + 1 < job.num_tiles;
-    const Byte* sources[kPanelTiles] = {tile_at<F>(job, tile), tile_at<F>(job, has_second ? tile + 1 : tile)};
+    const Blocks<F> sources[kPanelTiles] = {tile_at<F>(job, tile), tile_at<F>(job, has_second ? tile + 1 : tile)};
     auto* panel = reinterpret_cast<Panel*>(scratch(2, kPanelBlocks * sizeof(Panel) / sizeof(float)));
     for (std::int64_t i = 0; i < size; ++i) {
       const std::int64_t block = (first + i) / kParts;
       const int part = static_cast<int>((first + i) % kParts);
       for (std::int64_t side = 0; side < kPanelTiles; ++side) {
-        F::expand(sources[side] + block * F::kBytes, part, panel[i][side]);
+        sources[side].expand(block, part, panel[i][side]);
       }
     }
     std::int64_t row = 0;
@@ -333,16 +331,22 @@ struct PackedJob {
   }
 };
 
+struct Activations {
+  const void* x;
+  std::int64_t num_inputs, stride;
+  DType dtype;
+};
+
 struct QuantizeJob {
-  const PackedLinearArgs& args;
+  Activations from;
   Rows8 rows;
 
   void operator()(std::int64_t row) const {
-    const std::int64_t num_blocks = args.num_inputs / kBlockInputs;
-    if (args.dtype == DType::kFloat32) {
-      quantize_row(static_cast<const float*>(args.x) + row * args.x_stride, num_blocks, rows, row);
+    const std::int64_t num_blocks = from.num_inputs / kBlockInputs;
+    if (from.dtype == DType::kFloat32) {
+      quantize_row(static_cast<const float*>(from.x) + row * from.stride, num_blocks, rows, row);
     } else {
-      quantize_row(static_cast<const Bf16*>(args.x) + row * args.x_stride, num_blocks, rows, row);
+      quantize_row(static_cast<const Bf16*>(from.x) + row * from.stride, num_blocks, rows, row);
     }
   }
 };
@@ -372,7 +376,7 @@ TOKENSPEED_INLINE void share_out(PackedJob& job) {
   for (std::int64_t index = 0; index < args.num_pieces; ++index) {
     const PackedPiece& piece = args.pieces[index];
     const PackedShape shape = packed_shape(static_cast<PackedFormat>(piece.format));
-    const std::int64_t num_tiles = (piece.num_outputs + kTileRows - 1) / kTileRows;
+    const std::int64_t num_tiles = tiles_of(piece.num_outputs);
     const std::int64_t tile_bytes = kTileRows * args.num_inputs / shape.inputs * shape.bytes;
     const std::int64_t even = num_tiles / (4 * num_threads()) + 1;
     const std::int64_t most = kItemBytes / tile_bytes + 1;
@@ -406,7 +410,7 @@ TOKENSPEED_INLINE void multiply_few(const PackedLinearArgs& args) {
             0, 0},
            {args, shape, {}, 0, 1, 0}};
   place_rows(memory + kTaskBytes, num_blocks, task->job.rows);
-  const QuantizeJob quantize{args, task->job.rows};
+  const QuantizeJob quantize{{args.x, args.num_inputs, args.x_stride, args.dtype}, task->job.rows};
   for (std::int64_t row = 0; row < args.num_rows; ++row) {
     quantize(row);
   }
@@ -421,7 +425,7 @@ TOKENSPEED_INLINE void multiply_many(const PackedLinearArgs& args) {
   PackedJob job{args, shape_of(args, num_blocks), {}, 0, 1, 0};
   auto* memory = scratch(1, static_cast<std::size_t>(num_blocks) * kBytesABlock / sizeof(float));
   place_rows(reinterpret_cast<std::byte*>(memory), num_blocks, job.rows);
-  QuantizeJob quantize{args, job.rows};
+  QuantizeJob quantize{{args.x, args.num_inputs, args.x_stride, args.dtype}, job.rows};
   parallel(args.num_rows, quantize);
   share_out(job);
   parallel(job.num_items, job);
@@ -437,11 +441,11 @@ void packed_linear(const PackedLinearArgs& args) {
 template <typename F>
 void unpack_one(const PackedRowsArgs& args, std::int64_t row, std::int64_t place) {
   constexpr std::int64_t kParts = F::kInputs / kBlockInputs;
-  const Byte* tile = args.data + row / kTileRows * (args.num_inputs / F::kInputs) * F::kBytes;
+  const Blocks<F> blocks(args.data, args.num_outputs, args.num_inputs, row / kTileRows);
   const std::int64_t lane = row % kTileRows;
   for (std::int64_t block = 0; block < args.num_inputs / kBlockInputs; ++block) {
     typename F::Of own;
-    F::expand(tile + block / kParts * F::kBytes, static_cast<int>(block % kParts), own);
+    blocks.expand(block / kParts, static_cast<int>(block % kParts), own);
     for (std::int64_t i = 0; i < kBlockInputs; ++i) {
       const std::int64_t group = i * F::kGroups / kBlockInputs;
       const Byte code = own.codes[i / 4][4 * lane + i % 4];

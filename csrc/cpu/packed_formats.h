@@ -3,7 +3,10 @@
 //
 // Of each format: kInputs and kBytes of a block; kGroups scales for 32 inputs; kSpan vectors of codes whose products
 // with activations 16 bits take (255 / (2 kMax) rounded down to a power of two); kSigned where codes have a sign;
-// kMinimum where a weight is more than a multiple of its code. expand gives the 32 inputs numbered `part` of a block.
+// kMinimum where a weight is more than a multiple of its code. kSecondBytes: of a block in the plane of lower bits,
+// where a format has such; then Upper is the format of the first plane alone, which has the middle of what the lower
+// bits may say, and kStep what a step of its codes is in steps of the whole ones. expand gives the 32 inputs numbered
+// `part` of a block.
 #pragma once
 
 #include "packed_simd.h"
@@ -12,6 +15,7 @@ namespace tokenspeed::cpu {
 namespace {
 
 constexpr int kVectors = 8;  // of codes, four inputs each
+constexpr std::int64_t kFetchLine = 64;
 
 // Weight = codes * scales * factor + minimum. scales: twice each.
 template <int kGroupsOf>
@@ -28,6 +32,7 @@ struct Traits {
   static constexpr int kSpan = kSpanOf;
   static constexpr bool kMinimum = kMinimumOf;
   static constexpr bool kSigned = kSignedOf;
+  static constexpr std::int64_t kSecondBytes = 0;
   using Of = Block<kGroupsOf>;
 };
 
@@ -81,6 +86,36 @@ struct Q8_0 : Traits<1, 1, false, true> {
 #pragma GCC unroll 8
     for (int vector = 0; vector < kVectors; ++vector) {
       out.codes[vector] = load_vector<Bytes>(source + 16 + 32 * vector);
+    }
+  }
+};
+
+// Q8_0 in planes. Codes are 128 more than the file's.
+struct Q8_0Upper : Traits<1, 8> {
+  static constexpr int kInputs = 32, kBytes = 144;
+
+  TOKENSPEED_INLINE void expand(const Byte* source, int /*part*/, Block<1>& out) {
+    out.factor = load_halves(source) * 16.0F;
+    out.minimum[0] = out.factor * (-8.0F + 7.5F / 16.0F);
+    out.scales[0] = Shorts{} + 1;
+    read_low4(source + 16, out.codes);
+  }
+};
+
+struct Q8_0Planes : Traits<1, 1, false, true> {
+  using Upper = Q8_0Upper;
+  static constexpr int kInputs = 32, kBytes = 144;
+  static constexpr std::int64_t kSecondBytes = 128;
+  static constexpr float kStep = 16.0F;
+
+  TOKENSPEED_INLINE void expand(const Byte* first, const Byte* second, int /*part*/, Block<1>& out) {
+    out.factor = load_halves(first);
+    out.minimum[0] = Vec8{};
+    out.scales[0] = Shorts{} + 1;
+#pragma GCC unroll 8
+    for (int vector = 0; vector < kVectors; ++vector) {
+      const Words upper = as<Words>(low4(first + 16, vector)) << 4;
+      out.codes[vector] = as<Bytes>(upper | as<Words>(low4(second, vector))) ^ Byte { 128 };
     }
   }
 };
@@ -143,21 +178,55 @@ TOKENSPEED_INLINE void set_groups(Ints first, Ints second, float offset, Block<2
   out.minimum[1] = least * __builtin_convertvector(second, Vec8);
 }
 
+// Scales of eight bits for both groups of a part. codes: those of weights of zero.
+TOKENSPEED_INLINE void set_pairs(const Byte* source, float offset, Block<2>& out) {
+  typedef std::int8_t Pairs __attribute__((vector_size(16)));
+  Pairs pairs;
+  __builtin_memcpy(&pairs, source, sizeof(pairs));
+  const Shorts scales = __builtin_convertvector(pairs, Shorts);
+  set_groups(even_shorts(scales), as<Ints>(scales) >> 16, offset, out);
+}
+
 // 256 inputs: a scale of eight bits for each 16.
 struct Q6K : Traits<2, 2> {
   static constexpr int kPartBytes = 64 + 128;
   static constexpr int kInputs = 256, kBytes = 16 + 128 + 8 * kPartBytes;
 
   TOKENSPEED_INLINE void expand(const Byte* source, int part, Block<2>& out) {
-    typedef std::int8_t Pairs __attribute__((vector_size(16)));
-    Pairs pairs;
-    __builtin_memcpy(&pairs, source + 16 + 16 * part, sizeof(pairs));
-    const Shorts scales = __builtin_convertvector(pairs, Shorts);
     out.factor = load_halves(source);
-    set_groups(even_shorts(scales), as<Ints>(scales) >> 16, 32.0F, out);
+    set_pairs(source + 16 + 16 * part, 32.0F, out);
     const Byte* codes = source + 144 + part * kPartBytes;
     read_low4(codes + 64, out.codes);
     add_two_bits(codes, 4, out.codes);
+  }
+};
+
+// Q6_K in planes.
+struct Q6KUpper : Traits<2, 8> {
+  static constexpr int kInputs = 256, kBytes = 16 + 128 + 8 * 128;
+
+  TOKENSPEED_INLINE void expand(const Byte* source, int part, Block<2>& out) {
+    out.factor = load_halves(source) * 4.0F;
+    set_pairs(source + 16 + 16 * part, 8.0F - 1.5F / 4.0F, out);
+    read_low4(source + 144 + 128 * part, out.codes);
+  }
+};
+
+struct Q6KPlanes : Traits<2, 2> {
+  using Upper = Q6KUpper;
+  static constexpr int kInputs = 256, kBytes = Q6KUpper::kBytes;
+  static constexpr std::int64_t kSecondBytes = 8 * 64;
+  static constexpr float kStep = 4.0F;
+
+  TOKENSPEED_INLINE void expand(const Byte* first, const Byte* second, int part, Block<2>& out) {
+    out.factor = load_halves(first);
+    set_pairs(first + 16 + 16 * part, 32.0F, out);
+    const Byte* upper = first + 144 + 128 * part;
+    const Byte* lower = second + 64 * part;
+#pragma GCC unroll 8
+    for (int vector = 0; vector < kVectors; ++vector) {
+      out.codes[vector] = as<Bytes>(as<Words>(low4(upper, vector)) << 2) | two_bits(lower, vector, 0);
+    }
   }
 };
 
@@ -230,8 +299,47 @@ TOKENSPEED_INLINE void with_format(PackedFormat format, Use use) {
       return use(Q45K<true>{});
     case PackedFormat::kQ6K:
       return use(Q6K{});
+    case PackedFormat::kQ8_0Planes:
+      return use(Q8_0Planes{});
+    case PackedFormat::kQ6KPlanes:
+      return use(Q6KPlanes{});
   }
 }
+
+// Where the blocks of a tile lie.
+template <typename F>
+struct Blocks {
+  const Byte *first, *second;
+  std::int64_t num_blocks;
+
+  Blocks(const Byte* data, std::int64_t num_outputs, std::int64_t num_inputs, std::int64_t tile)
+      : first(data), second(data), num_blocks(num_inputs / F::kInputs) {
+    first += tile * num_blocks * F::kBytes;
+    second += tiles_of(num_outputs) * num_blocks * F::kBytes + second_place(tile, num_blocks) * F::kSecondBytes;
+  }
+
+  inline __attribute__((always_inline)) void expand(std::int64_t block, int part, typename F::Of& out) const {
+    if constexpr (F::kSecondBytes > 0) {
+      F::expand(first + block * F::kBytes, second + block * kSecondTiles * F::kSecondBytes, part, out);
+    } else {
+      F::expand(first + block * F::kBytes, part, out);
+    }
+  }
+
+  // Ask for a block of a plane, or what lies so many bytes behind it; or as many tiles as lie together there.
+  void fetch_first(std::int64_t block, std::int64_t ahead) const {
+    for (std::int64_t line = 0; line < F::kBytes; line += kFetchLine) {
+      __builtin_prefetch(first + block * F::kBytes + ahead + line);
+    }
+  }
+
+  void fetch_second(std::int64_t block, std::int64_t ahead) const {
+    const Byte* wanted = second + (block + ahead * num_blocks) * kSecondTiles * F::kSecondBytes;
+    for (std::int64_t line = 0; line < F::kSecondBytes; line += kFetchLine) {
+      __builtin_prefetch(wanted + line);
+    }
+  }
+};
 
 }  // namespace
 }  // namespace tokenspeed::cpu

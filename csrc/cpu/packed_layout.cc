@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "packed_layout.h"
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 
 #include "thread_pool.h"
@@ -126,6 +128,39 @@ void pack_q8_0(Rows rows, Byte* out) {
   put_bytes(codes, 0, copy_field(rows, 0, 2, out));
 }
 
+// Where a block goes of a format in planes. blurs: of the tile's rows.
+struct Planes {
+  Byte *first, *second, *blurs;
+};
+
+// Of runs of `length` codes whose lower `bits` bits stay behind.
+void find_blurs(const Codes& codes, std::int64_t num_inputs, std::int64_t length, unsigned bits, Byte* blurs) {
+  const auto step = static_cast<std::int64_t>(1U << bits);
+  for (std::int64_t row = 0; row < kTileRows; ++row) {
+    for (std::int64_t first = 0; first < num_inputs; first += length) {
+      std::int64_t squares = 0;  // of twice the differences
+      for (std::int64_t i = first; i < first + length; ++i) {
+        const std::int64_t twice = 2 * (codes[row][i] % step) - (step - 1);
+        squares += twice * twice;
+      }
+      const double blur = std::sqrt(static_cast<double>(squares)) / static_cast<double>(2 * step);
+      blurs[row] = std::max(blurs[row], static_cast<Byte>(std::ceil(blur * kBlurScale)));
+    }
+  }
+}
+
+void pack_q8_0_planes(Rows rows, const Planes& out) {
+  Codes codes;
+  for (std::int64_t row = 0; row < kTileRows; ++row) {
+    for (std::int64_t i = 0; i < kBlockInputs; ++i) {
+      codes[row][i] = rows[row][2 + i] ^ 128U;
+    }
+  }
+  put_bits(codes, 0, 4, 4, 16, copy_field(rows, 0, 2, out.first));
+  put_low4(codes, 0, out.second);
+  find_blurs(codes, kBlockInputs, kBlockInputs, 4, out.blurs);
+}
+
 // Two bits of 128 inputs in 32 bytes, four to a byte; twice.
 void read_quarters(const Byte* source, Byte* codes) {
   for (std::int64_t i = 0; i < kSuperInputs; ++i) {
@@ -210,8 +245,7 @@ void pack_q45_k(Rows rows, Byte* out) {
   }
 }
 
-void pack_q6_k(Rows rows, Byte* out) {
-  Codes codes;
+void read_q6_k(Rows rows, Codes& codes) {
   for (std::int64_t row = 0; row < kTileRows; ++row) {
     for (std::int64_t run = 0; run < 8; ++run) {  // of 32 inputs
       const std::int64_t half = run / 4, part = run % 4;
@@ -224,6 +258,11 @@ void pack_q6_k(Rows rows, Byte* out) {
       }
     }
   }
+}
+
+void pack_q6_k(Rows rows, Byte* out) {
+  Codes codes;
+  read_q6_k(rows, codes);
   out = copy_field(rows, 208, 2, out);
   out = put_pairs(rows, 192, out);
   for (std::int64_t first = 0; first < kSuperInputs; first += kBlockInputs) {
@@ -232,9 +271,24 @@ void pack_q6_k(Rows rows, Byte* out) {
   }
 }
 
+void pack_q6_k_planes(Rows rows, const Planes& out) {
+  Codes codes;
+  read_q6_k(rows, codes);
+  Byte* first = put_pairs(rows, 192, copy_field(rows, 208, 2, out.first));
+  Byte* second = out.second;
+  for (std::int64_t input = 0; input < kSuperInputs; input += kBlockInputs) {
+    first = put_bits(codes, input, 2, 4, 16, first);
+    second = put_two_bits(codes, input, 0, second);
+  }
+  find_blurs(codes, kSuperInputs, 16, 2, out.blurs);
+}
+
+// second_bytes: of a block of eight rows, in the plane of lower bits.
 struct Format {
   PackedShape shape;
   void (*pack_block)(Rows rows, Byte* out);
+  void (*pack_planes)(Rows rows, const Planes& out) = nullptr;
+  std::int64_t second_bytes = 0;
 };
 
 // In the order of PackedFormat.
@@ -250,6 +304,8 @@ constexpr std::array<Format, kNumPackedFormats> kFormats{{
     {{256, 144}, pack_q45_k<false>},
     {{256, 176}, pack_q45_k<true>},
     {{256, 210}, pack_q6_k},
+    {{32, 34}, nullptr, pack_q8_0_planes, 128},
+    {{256, 210}, nullptr, pack_q6_k_planes, 512},
 }};
 
 const Format& format_of(PackedFormat format) { return kFormats[static_cast<std::size_t>(format)]; }
@@ -261,34 +317,53 @@ struct PackJob {
     static constexpr Byte kZeros[kSuperInputs] = {};
     const Format& format = format_of(args.format);
     const std::int64_t num_blocks = args.num_inputs / format.shape.inputs;
-    Byte* out = args.out + tile * num_blocks * kTileRows * format.shape.bytes;
+    const std::int64_t num_tiles = tiles_of(args.num_outputs);
+    const std::int64_t first_bytes = kTileRows * format.shape.bytes - format.second_bytes;
+    Byte* first = args.out + tile * num_blocks * first_bytes;
+    Byte* second =
+        args.out + num_tiles * num_blocks * first_bytes + second_place(tile, num_blocks) * format.second_bytes;
+    Byte* blurs =
+        args.out + packed_size(args.format, args.num_outputs, args.num_inputs) - (num_tiles - tile) * kTileRows;
+    if (format.pack_planes != nullptr) {
+      std::memset(blurs, kBlurScale, kTileRows);
+    }
     for (std::int64_t block = 0; block < num_blocks; ++block) {
       const Byte* rows[kTileRows];
       for (std::int64_t i = 0; i < kTileRows; ++i) {
         const std::int64_t row = tile * kTileRows + i;
         rows[i] = row < args.num_outputs ? args.blocks + row * args.row_bytes + block * format.shape.bytes : kZeros;
       }
-      format.pack_block(rows, out);
-      out += kTileRows * format.shape.bytes;
+      if (format.pack_planes != nullptr) {
+        format.pack_planes(rows, {first, second, blurs});
+      } else {
+        format.pack_block(rows, first);
+      }
+      first += first_bytes;
+      second += kSecondTiles * format.second_bytes;
     }
   }
 };
-
-std::int64_t num_tiles(std::int64_t num_outputs) { return (num_outputs + kTileRows - 1) / kTileRows; }
 
 }  // namespace
 
 PackedShape packed_shape(PackedFormat format) { return format_of(format).shape; }
 
 std::size_t packed_size(PackedFormat format, std::int64_t num_outputs, std::int64_t num_inputs) {
-  const PackedShape shape = packed_shape(format);
-  return static_cast<std::size_t>(num_tiles(num_outputs) * kTileRows * (num_inputs / shape.inputs) * shape.bytes);
+  const Format& own = format_of(format);
+  const std::int64_t num_tiles = tiles_of(num_outputs);
+  const std::int64_t num_blocks = num_inputs / own.shape.inputs;
+  std::int64_t size = num_tiles * kTileRows * num_blocks * own.shape.bytes;
+  if (own.pack_planes != nullptr) {
+    const std::int64_t more_tiles = (kSecondTiles - num_tiles % kSecondTiles) % kSecondTiles;
+    size += more_tiles * num_blocks * own.second_bytes + num_tiles * kTileRows;
+  }
+  return static_cast<std::size_t>(size);
 }
 
 void pack(const PackArgs& args) {
   const PackJob job{args};
   parallel_for(
-      num_tiles(args.num_outputs),
+      tiles_of(args.num_outputs),
       [](void* context, std::int64_t tile) { (*static_cast<const PackJob*>(context))(tile); },
       const_cast<PackJob*>(&job));  // NOLINT: the task does not write
 }

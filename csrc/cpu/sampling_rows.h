@@ -10,7 +10,6 @@ namespace {
 constexpr std::int64_t kGroup = 64;            // tokens
 constexpr std::int64_t kChunk = 256 * kGroup;  // tokens that a thread takes at once
 constexpr int kGroupVectors = static_cast<int>(kGroup) / kLanes;
-constexpr float kInfinity = __builtin_inff();
 constexpr float kNoiseMax = 22.3F;  // no noise is above -ln(2^-32)
 constexpr float kFar = -30.0F;      // a gap below which a million tokens have no mass that shows
 constexpr float kSlack = 1e-3F;     // more than a score is off by rounding
@@ -80,15 +79,10 @@ TOKENSPEED_INLINE float highest_lane(Vec value) {
 #if TOKENSPEED_LANES == 16
   const Vec8 low = __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7);
   const Vec8 high = __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
-  Vec8 most = low > high ? low : high;
+  return highest_of(low > high ? low : high);
 #else
-  Vec8 most = value;
+  return highest_of(value);
 #endif
-  Vec8 other = __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3);
-  most = most > other ? most : other;
-  other = __builtin_shufflevector(most, most, 2, 3, 0, 1, 6, 7, 4, 5);
-  most = most > other ? most : other;
-  return most[0] > most[1] ? most[0] : most[1];
 }
 
 }  // namespace

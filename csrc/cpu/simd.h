@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kLanes = TOKENSPEED_LANES;
 constexpr int kFold = 8;  // sums are folded to this many lanes before they are transposed
+constexpr float kInfinity = __builtin_inff();
 
 using Bf16 = std::uint16_t;
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
@@ -88,6 +89,15 @@ TOKENSPEED_INLINE void store(Bf16* target, Vec value) {
   const VecBits is_nan = reinterpret_cast<VecBits>((bits & 0x7FFFFFFFU) > 0x7F800000U);
   const VecHalf half = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7FC0U), VecHalf);
   __builtin_memcpy(target, &half, sizeof(half));
+}
+
+// The highest of eight numbers.
+TOKENSPEED_INLINE float highest_of(Vec8 most) {
+  Vec8 other = __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3);
+  most = most > other ? most : other;
+  other = __builtin_shufflevector(most, most, 2, 3, 0, 1, 6, 7, 4, 5);
+  most = most > other ? most : other;
+  return most[0] > most[1] ? most[0] : most[1];
 }
 
 TOKENSPEED_INLINE float to_float(float value) { return value; }

@@ -113,10 +113,20 @@ class Step {
       linear(layer.down, buffers_.gated, buffers_.branch, dtype_);
       join(layer.norm_after_mlp, is_last ? model_.norm : model_.layers[index + 1].norm_before_attention);
     }
-    linear(model_.head, buffers_.normed, batch_.logits, DType::kFloat32);
+    head();
   }
 
  private:
+  void head() const {
+    const StepMatrix& matrix = model_.head;
+    if (batch_.logits != nullptr) {
+      linear(matrix, buffers_.normed, batch_.logits, DType::kFloat32);
+    } else {
+      set_.packed_highest({buffers_.normed, matrix.pieces, batch_.token_out, batch_.is_faulty, batch_.num_whole,
+                           batch_.num_rows, matrix.num_inputs, matrix.num_inputs, dtype_});
+    }
+  }
+
   // Where K and V of the new tokens go.
   void place_tokens() const {
     std::int64_t* slot = buffers_.slots;
@@ -136,8 +146,8 @@ class Step {
   void embed() const {
     const StepMatrix& matrix = model_.embed;
     if (matrix.pieces != nullptr) {
-      set_.packed_rows({matrix.pieces->data, batch_.token_ids, buffers_.stream, batch_.num_rows, matrix.num_inputs,
-                        PackedFormat(matrix.pieces->format), dtype_});
+      set_.packed_rows({matrix.pieces->data, batch_.token_ids, buffers_.stream, batch_.num_rows, matrix.num_outputs,
+                        matrix.num_inputs, PackedFormat(matrix.pieces->format), dtype_});
     } else {
       const std::int64_t row_bytes = matrix.num_inputs * size_of(dtype_);
       for (std::int64_t row = 0; row < batch_.num_rows; ++row) {

@@ -71,7 +71,10 @@ struct StepBatch {
   const std::int64_t* positions;
   const std::int32_t* seq_lens;
   const StepTable* tables;
-  float* logits;  // contiguous
+  float* logits;            // contiguous; or null, and then of each row the token whose logit is highest
+  std::int64_t* token_out;  // see PackedHighestArgs
+  std::uint8_t* is_faulty;
+  std::int64_t* num_whole;
   std::int64_t num_rows, num_groups;
 };
 

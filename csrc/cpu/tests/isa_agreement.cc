@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs every instruction set that this machine has on the same random inputs and compares it with the portable set.
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -102,7 +104,8 @@ std::vector<std::uint8_t> random_blocks(PackedFormat format, std::int64_t rows, 
   for (std::uint8_t& value : blocks) {
     value = static_cast<std::uint8_t>(byte(generator));
   }
-  const bool is_last = format == PackedFormat::kQ2K || format == PackedFormat::kQ3K || format == PackedFormat::kQ6K;
+  const bool is_last = format == PackedFormat::kQ2K || format == PackedFormat::kQ3K || format == PackedFormat::kQ6K ||
+                       format == PackedFormat::kQ6KPlanes;
   const auto bytes = static_cast<std::size_t>(shape.bytes);
   for (std::size_t block = 0; block < blocks.size(); block += bytes) {
     for (const std::size_t upper : {std::size_t{1}, std::size_t{3}}) {
@@ -140,8 +143,38 @@ void check_packed(const Kernels& set, PackedFormat format, DType dtype, std::int
   }
   std::vector<std::int64_t> ids{n - 1, 0, n / 2};
   check("packed_rows", set, ids.size() * static_cast<std::size_t>(k), dtype, [&](const Kernels& kernels, void* out) {
-    kernels.packed_rows({packed.data(), ids.data(), out, 3, k, format, dtype});
+    kernels.packed_rows({packed.data(), ids.data(), out, 3, n, k, format, dtype});
   });
+}
+
+// What packed_linear of the same set says is highest, of the same bits.
+void check_highest(const Kernels& set, PackedFormat format, DType dtype, std::int64_t m, std::int64_t n,
+                   std::int64_t k) {
+  const PackedShape shape = packed_shape(format);
+  const auto blocks = random_blocks(format, n, k);
+  std::vector<std::uint8_t> packed(packed_size(format, n, k));
+  pack({blocks.data(), packed.data(), n, k, k / shape.inputs * shape.bytes, format});
+  const auto x = random_values(static_cast<std::size_t>(m * k), dtype);
+  const PackedPiece piece{packed.data(), n, static_cast<std::int64_t>(format)};
+  const auto rows = static_cast<std::size_t>(m);
+  std::vector<float> all(rows * static_cast<std::size_t>(n));
+  set.packed_linear({x.data(), &piece, nullptr, all.data(), 1, m, n, k, k, dtype, DType::kFloat32});
+  std::vector<std::int64_t> ids(rows, -1);
+  std::vector<std::uint8_t> is_faulty(rows, 2);
+  for (std::int64_t num_whole = 0; num_whole < 12; num_whole += 5) {
+    std::int64_t wanted = num_whole;
+    set.packed_highest({x.data(), &piece, ids.data(), is_faulty.data(), &wanted, m, k, k, dtype});
+    for (std::size_t row = 0; row < rows; ++row) {
+      const auto first = all.begin() + static_cast<std::ptrdiff_t>(row) * n;
+      const auto expected = std::max_element(first, first + n) - first;
+      if (ids[row] != expected || is_faulty[row] != 0) {
+        std::printf("packed_highest: %s: %d, not %d (format %d)\n", set.isa, static_cast<int>(ids[row]),
+                    static_cast<int>(expected), static_cast<int>(format));
+        num_failures += 1;
+        return;
+      }
+    }
+  }
 }
 
 constexpr float kSinks[] = {0.5F, -3.0F, 40.0F, -100.0F, 1.0F, 0.0F};  // one for each head
@@ -322,6 +355,9 @@ void check_set(const Kernels& set) {
     for (std::int64_t format = 0; format < kNumPackedFormats; ++format) {
       for (const std::int64_t rows : {1, 3, 4, 7, 140}) {
         check_packed(set, PackedFormat(format), dtype, rows, 37, 768);
+        if (format >= static_cast<std::int64_t>(PackedFormat::kQ8_0Planes)) {
+          check_highest(set, PackedFormat(format), dtype, rows, 999, 768);
+        }
       }
     }
   }

@@ -75,7 +75,7 @@ class Rig {
     const StepTable table{table_.data() + first * kBlocksEach, kBlocksEach};
     decode_step(set, model_,
                 {token_ids_.data() + first, positions_.data() + first, seq_lens_.data() + first, &table, logits.data(),
-                 num_rows, 1});
+                 nullptr, nullptr, nullptr, num_rows, 1});
     return logits;
   }
 

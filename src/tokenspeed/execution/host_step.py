@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tokenspeed.core.plan import Int32Array
 from tokenspeed.execution.input_buffers import InputBuffers, StepInputs
-from tokenspeed.kernels.ops.decode_step import DecodeBatch, DecodeStep
+from tokenspeed.kernels.ops.decode_step import DecodeBatch, DecodeStep, GreedyStep
 
 Int64Array = NDArray[np.int64]
 
@@ -23,6 +23,7 @@ class HostStep:
 
     def __init__(self, step: DecodeStep, buffers: InputBuffers) -> None:
         self._step, self._buffers = step, buffers
+        self._greedy = step if isinstance(step, GreedyStep) else None
         num_rows, tables = buffers.seats.each, buffers.tables.on_host
         self._token_ids = np.zeros(num_rows, dtype=np.int64)
         self._positions = np.zeros(num_rows, dtype=np.int64)
@@ -36,8 +37,20 @@ class HostStep:
         """Whether each row computes one token and samples one."""
         return inputs.only_decodes or len(inputs.seats_R) == len(inputs.sources_T) == len(inputs.sampled_rows_S)
 
+    def is_greedy(self, num_rows: int) -> bool:
+        """Whether `most_likely` takes so many rows."""
+        return self._greedy is not None and num_rows <= self._greedy.greedy_rows
+
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """(R, V) float32, good until the next step."""
+        return self._step(self._filled(inputs))
+
+    def most_likely(self, inputs: StepInputs) -> Int64Array:
+        """(2, R): the token of each row whose logit is highest, and whether the row is faulty."""
+        assert self._greedy is not None, "see is_greedy"
+        return self._greedy.most_likely(self._filled(inputs)).copy()
+
+    def _filled(self, inputs: StepInputs) -> DecodeBatch:
         buffers, own, num_rows = self._buffers, inputs.own, len(inputs.seats_R)
         if num_rows != self._num_rows:
             self._batch, self._num_rows = self._batch_of(num_rows), num_rows
@@ -48,7 +61,7 @@ class HostStep:
         self._positions[:num_rows] = own.positions_T
         self._seq_lens[:num_rows] = own.seq_lens_R
         self._copy_tables(own.places_R)
-        return self._step(self._batch)
+        return self._batch
 
     def _copy_tables(self, places_R: Int64Array) -> None:
         """Where they are not there already: most steps decode the rows of the step before, in the same blocks."""

@@ -30,6 +30,7 @@ from tokenspeed.core.plan import Int32Array, RowField, RowKind, Seating, StepPla
 from tokenspeed.core.request import SamplingParams
 from tokenspeed.execution import kv_cache, placement
 from tokenspeed.execution.cuda_graph import DECODE_ROWS_MAX, TOKENS_MAX, StepGraphs, step_sizes
+from tokenspeed.execution.drawn import Drawn
 from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.host_step import HostStep
 from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
@@ -254,6 +255,28 @@ class ModelRunner:
             return lambda: without_tokens(plan, fault=False)
         inputs = buffers.read(plan)
         prompt_logprobs: tuple[PromptLogprobs | None, ...] = (None,) * len(plan.rows)
+        drawn = self._most_likely(inputs)
+        if drawn is None:
+            drawn, prompt_logprobs = self._sampled(inputs)
+        if not drawn.is_known:
+            buffers.commit(inputs, drawn.token_ids_S)
+        buffers.advance(inputs)
+        is_spoilt_R = np.isin(inputs.seats_R, list(self._spoilt)) if self._spoilt else None
+        return lambda: output_of(plan.step_id, inputs, drawn.read(), prompt_logprobs, is_spoilt_R)
+
+    def _most_likely(self, inputs: StepInputs) -> Drawn | None:
+        """The step's tokens, where it can do without logits."""
+        host_step, num_rows = self._host_step, len(inputs.seats_S)
+        if host_step is None or not host_step.is_greedy(num_rows) or not host_step.takes(inputs):
+            return None
+        if not self._sampling.is_greedy(inputs.seats_S) or self._prompt_scorer.has_work(inputs):
+            return None
+        return Drawn(host_step.most_likely(inputs), num_rows)
+
+    def _sampled(self, inputs: StepInputs) -> tuple[Drawn, tuple[PromptLogprobs | None, ...]]:
+        """The step's tokens, and of each row what its prompt scored."""
+        buffers = self._buffers
+        prompt_logprobs: tuple[PromptLogprobs | None, ...] = (None,) * len(inputs.seats_R)
         scores = self._prompt_scorer.has_work(inputs)
         graphs, prepared = self._graphs, None
         size = None if scores or graphs is None else graphs.fitting(inputs)
@@ -267,12 +290,7 @@ class ModelRunner:
             logits_SV = self._logits(inputs)
         if graphs is not None and size is None:
             prepared = graphs.sampling_behind(logits_SV, inputs, self._sampling.draw_columns(inputs.seats_S))
-        drawn = self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S, prepared)
-        if not drawn.is_known:
-            buffers.commit(inputs, drawn.token_ids_S)
-        buffers.advance(inputs)
-        is_spoilt_R = np.isin(inputs.seats_R, list(self._spoilt)) if self._spoilt else None
-        return lambda: output_of(plan.step_id, inputs, drawn.read(), prompt_logprobs, is_spoilt_R)
+        return self._sampling.sample(logits_SV, inputs.seats_S, inputs.position_S, prepared), prompt_logprobs
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor:
         if self._host_step is not None and self._host_step.takes(inputs):

@@ -46,6 +46,10 @@ class RankedSampler:
         """As Sampler.draw_columns, on the first rank."""
         return self._sampler.draw_columns(seats_S)
 
+    def is_greedy(self, seats_S: Int64Array) -> bool:
+        """As Sampler.is_greedy, where one rank is all."""
+        return self._ranks is None and self._sampler.is_greedy(seats_S)
+
     def sample(
         self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array, prepared: SampleStep | None = None
     ) -> Drawn:

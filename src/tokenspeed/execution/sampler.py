@@ -119,6 +119,10 @@ class Sampler:
         self._seats[seat] = self._rare_state(seating)
         self._constraints.seat(seating)
 
+    def is_greedy(self, seats_S: Int64Array) -> bool:
+        """Whether all that these rows need is the most likely token."""
+        return self._needs_of_rows(seats_S)[1] == 0
+
     def sample(
         self, logits_SV: torch.Tensor, seats_S: Int64Array, position_S: Int64Array, prepared: SampleStep | None = None
     ) -> Drawn:

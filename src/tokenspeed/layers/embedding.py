@@ -58,6 +58,7 @@ class LmHead(nn.Module):
         super().__init__()
         self.cut = ctx.cut("head", (vocab_size, hidden_size), VOCABULARY)
         self.matrix = Matrix(ctx, *self.cut.local_shape) if tied is None else tied.matrix
+        self.matrix.is_head = True
         self.soft_cap = soft_cap
 
     @property

@@ -17,12 +17,14 @@ from tokenspeed.layers.build import BuildContext
 
 class Matrix(nn.Module):
     """(N, D), (T, D) -> (T, N). `weight` are numbers for the loader to fill in; memory of a CPU is taken as that is
-    done. Or it packs the matrix instead, and then `weight` has a shape and no memory."""
+    done. Or it packs the matrix instead, and then `weight` has a shape and no memory. is_head: often no more than the
+    highest of the N is wanted."""
 
     def __init__(self, ctx: BuildContext, num_outputs: int, num_inputs: int) -> None:
         super().__init__()
         self.weight = ctx.empty(num_outputs, num_inputs)
         self.packed: PackedMatrix | None = None
+        self.is_head = False
         self._ctx = ctx
         self._linear: LinearOp = ctx.bind("linear")
 
@@ -41,7 +43,7 @@ class Matrix(nn.Module):
 
     def pack(self, pieces: Sequence[Piece]) -> None:
         """Take the matrix from these, row after row, and give back the memory of its numbers."""
-        packed: PackedMatrix = self._ctx.bind("packed_linear")(pieces)
+        packed: PackedMatrix = self._ctx.bind("packed_linear")(pieces, is_head=self.is_head)
         assert (packed.num_outputs, packed.num_inputs) == tuple(self.weight.shape), (packed, self.weight.shape)
         self.packed = packed
         self.weight.untyped_storage().resize_(0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drawn_dense import SHAPES, Drawn, Shape, agreement, solution
-from tokenspeed.kernels.ops.decode_step import DenseModel, PackedWeight
+from tokenspeed.kernels.ops.decode_step import DenseModel, GreedyStep, PackedWeight
 from tokenspeed.kernels.ops.packed_linear import Piece
 from tokenspeed.kernels.platform import compiled_cpu
 from tokenspeed.kernels.registry import KernelContext, Ok, Reason, bind
@@ -24,28 +24,30 @@ pytestmark = [
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def packed(rows: int, columns: int, generator: torch.Generator, name: str = "cpu") -> PackedWeight:
+def packed(
+    rows: int, columns: int, generator: torch.Generator, name: str = "cpu", *, is_head: bool = False
+) -> PackedWeight:
     """Q8_0 blocks of small numbers."""
     blocks = torch.randint(0, 256, (rows, columns // 32, 34), generator=generator, dtype=torch.int64).to(torch.uint8)
     scale = torch.tensor([columns**-0.5 / 74], dtype=torch.float16)
     blocks[:, :, :2] = scale.view(torch.uint8)
     ctx = KernelContext("cpu", torch.float32, overrides={"packed_linear": name})
-    return bind("packed_linear", ctx).call([Piece("q8_0", blocks.view(rows, -1))])  # type: ignore[no-any-return]
+    return bind("packed_linear", ctx).call([Piece("q8_0", blocks.view(rows, -1))], is_head=is_head)  # type: ignore[no-any-return]
 
 
 def with_packed(model: DenseModel, name: str) -> DenseModel:
     """The model with all matrices but `out` from blocks, the same ones for equal shapes of the model."""
     generator = torch.Generator().manual_seed(11)
 
-    def drawn(weight: torch.Tensor) -> PackedWeight:
-        return packed(*weight.shape, generator, name)
+    def drawn(weight: torch.Tensor, *, is_head: bool = False) -> PackedWeight:
+        return packed(*weight.shape, generator, name, is_head=is_head)
 
     layers = [
         dataclasses.replace(layer, packed={part: drawn(getattr(layer, part)) for part in ("qkv", "gate_up", "down")})
         for layer in model.layers
     ]
     return dataclasses.replace(
-        model, layers=tuple(layers), packed={"embed": drawn(model.embed), "head": drawn(model.head)}
+        model, layers=tuple(layers), packed={"embed": drawn(model.embed), "head": drawn(model.head, is_head=True)}
     )
 
 
@@ -97,6 +99,29 @@ def test_a_batch_may_come_again_with_other_numbers() -> None:
         assert torch.equal(again(kept), anew(other))
     fewer = drawn.batch([7, 8], 40)
     assert again(fewer).shape == (2, len(model.head))
+
+
+def test_the_most_likely_token_is_the_one_that_the_logits_say() -> None:
+    """Also where steps that want logits, of other batches, come between."""
+    drawn = Drawn(Shape(hidden_size=64, ff_size=96), torch.float32)
+    model = with_packed(drawn.model(40), "cpu")
+    steps = [solution("cpu", "cpu", torch.float32)(model, 3) for _ in range(2)]
+    step, other = (each for each in steps if isinstance(each, GreedyStep))
+    batches = [drawn.batch(positions, 40) for positions in ([5, 0, 60], [7], [3, 30, 59], [41])]
+    for batch in [each for each in batches * 3 if len(each.token_ids_R) <= step.greedy_rows]:
+        expected = other(batch).argmax(1).tolist()
+        for _ in range(2):
+            assert step.most_likely(batch).tolist() == [expected, [0] * len(expected)]
+        assert step(batch).argmax(1).tolist() == expected
+        assert step.most_likely(batch).tolist()[0] == expected
+
+
+def test_only_a_head_in_planes_makes_a_greedy_step() -> None:
+    model = Drawn(Shape(hidden_size=64, ff_size=96), torch.float32).model(40)
+    assert not isinstance(solution("cpu", "cpu", torch.float32)(model, 3), GreedyStep)
+    head = packed(*model.head.shape, torch.Generator().manual_seed(0))
+    other = dataclasses.replace(model, packed={"head": head})
+    assert not isinstance(solution("cpu", "cpu", torch.float32)(other, 3), GreedyStep)
 
 
 def test_rows_do_not_depend_on_each_other() -> None:

@@ -33,9 +33,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tokenspeed.kernels.registry import Reason
 
@@ -47,6 +49,7 @@ class PackedWeight(Protocol):
     """What a step uses of packed_linear.PackedMatrix."""
 
     cpu_pieces_P3: torch.Tensor | None
+    in_planes: bool
 
     def __call__(
         self, x_TD: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None
@@ -126,6 +129,19 @@ class DecodeStep(Protocol):
     """A model's step, ready to run."""
 
     def __call__(self, batch: DecodeBatch) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class GreedyStep(DecodeStep, Protocol):
+    """One that can also say which token is the most likely, of up to greedy_rows rows, without knowing how likely the
+    others are. It is the one that the logits would say, the first of several."""
+
+    greedy_rows: int
+
+    def most_likely(self, batch: DecodeBatch) -> NDArray[np.int64]:
+        """(2, R), good until the next step: token ids, and 1 where a row is faulty: a logit is NaN or +inf, or all are
+        -inf. Then its token means nothing."""
+        ...
 
 
 class Prepare(Protocol):

@@ -24,6 +24,8 @@ from tokenspeed.kernels.ops.decode_step import (
 from tokenspeed.kernels.platform import CPU_DTYPES, compiled_cpu, require_cpu_module
 from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution
 
+Int64Array = NDArray[np.int64]
+
 _ACTIVATIONS = {SILU: 0, GELU_TANH: 1}
 _ADDRESS, _COUNT, _FLOAT = np.uint64, np.int64, np.float32
 
@@ -88,6 +90,7 @@ class _Step:
         assert module.step_sizes() == (_MODEL.itemsize, _LAYER.itemsize), module.step_sizes()
         self._run, self._model, self._max_rows = module.decode_step, model, max_rows
         self._batch: DecodeBatch | None = None
+        self._logits_RV: torch.Tensor | None = None
         self._vocab_size, self._num_groups = model.head.shape[0], 1 + max(layer.group for layer in model.layers)
         self._layers = np.array([_layer_record(layer) for layer in model.layers], dtype=_LAYER)
         self._described = np.array(_model_record(model, self._layers), dtype=_MODEL)
@@ -96,13 +99,14 @@ class _Step:
 
     def __call__(self, batch: DecodeBatch) -> torch.Tensor:
         if batch is not self._batch:
-            self._arguments, self._logits_RV = self._prepared(batch)
-            self._batch = batch
-        self._run(*self._arguments)
+            self._take(batch)
+        if self._logits_RV is None:
+            self._logits_RV = torch.empty((len(batch.token_ids_R), self._vocab_size), dtype=torch.float32)
+        self._run(*self._inputs, self._logits_RV.data_ptr(), 0, 0, 0, *self._sizes)
         return self._logits_RV
 
-    def _prepared(self, batch: DecodeBatch) -> tuple[tuple[int, ...], torch.Tensor]:
-        """Where all of it lies, and the logits."""
+    def _take(self, batch: DecodeBatch) -> None:
+        """Find where all of it lies."""
         num_rows, tables = len(batch.token_ids_R), batch.block_tables
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
         assert self._num_groups <= len(tables), (self._num_groups, len(tables))
@@ -112,10 +116,28 @@ class _Step:
         numbers = (batch.token_ids_R, batch.positions_R, batch.seq_lens_R)
         assert all(each.is_contiguous() for each in numbers), [each.stride() for each in numbers]
         self._tables = np.array([(each.data_ptr(), each.stride(0)) for each in tables], dtype=np.int64)
-        logits_RV = torch.empty((num_rows, self._vocab_size), dtype=torch.float32)
         addresses = [each.data_ptr() for each in numbers]
         described, tables_at = self._described.ctypes.data, self._tables.ctypes.data
-        return (described, *addresses, tables_at, logits_RV.data_ptr(), num_rows, len(tables)), logits_RV
+        self._inputs, self._sizes = (described, *addresses, tables_at), (num_rows, len(tables))
+        self._batch, self._logits_RV = batch, None
+
+
+class _GreedyStep(_Step):
+    def __init__(self, model: DenseModel, max_rows: int) -> None:
+        super().__init__(model, max_rows)
+        self.greedy_rows = min(max_rows, require_cpu_module().few_rows())
+        self._told: Int64Array = np.zeros((2, self.greedy_rows), dtype=np.int64)
+        self._is_faulty = np.zeros(self.greedy_rows, dtype=np.bool_)
+        self._num_whole = np.zeros(1, dtype=np.int64)
+        self._answers = [each.ctypes.data for each in (self._told, self._is_faulty, self._num_whole)]
+
+    def most_likely(self, batch: DecodeBatch) -> Int64Array:
+        assert len(batch.token_ids_R) <= self.greedy_rows, (len(batch.token_ids_R), self.greedy_rows)
+        if batch is not self._batch:
+            self._take(batch)
+        self._run(*self._inputs, 0, *self._answers, *self._sizes)
+        self._told[1] = self._is_faulty
+        return self._told[:, : self._sizes[0]]
 
 
 def _model_record(model: DenseModel, layers: NDArray[np.void]) -> tuple[object, ...]:
@@ -203,7 +225,10 @@ def _refusal(model: DenseModel) -> str | None:
 
 def _prepare(model: DenseModel, max_rows: int) -> DecodeStep | Reason:
     why_not = _refusal(model)
-    return _Step(model, max_rows) if why_not is None else Reason(f"has no {why_not}")
+    if why_not is not None:
+        return Reason(f"has no {why_not}")
+    head = model.packed.get("head")
+    return _GreedyStep(model, max_rows) if head is not None and head.in_planes else _Step(model, max_rows)
 
 
 def _build(_ctx: KernelContext) -> Prepare:

@@ -44,8 +44,10 @@ def as_function(prepare: PackedLinear) -> Kernel:
         bias_N: torch.Tensor | None,
         out_dtype: torch.dtype | None = None,
         row_ids_T: torch.Tensor | None = None,
+        *,
+        is_head: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        matrix = prepare(pieces)
+        matrix = prepare(pieces, is_head=is_head)
         y_TN = matrix(x_TD, bias_N, out_dtype)
         return y_TN if row_ids_T is None else (y_TN, matrix.rows(row_ids_T))
 
@@ -89,6 +91,9 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         two = (drawn(format_name, 21, 1280), drawn("q6_k", 11, 1280))
         yield _in_parts(Case(f"{format_name}-panels", (two, x_TD, normal(32)), tolerance=_ROUNDED[dtype]))
         yield _of_rows(format_name, dtype)
+        for num_rows in (1, 3, 21):
+            args = ((drawn(format_name, 70, 768, seed=num_rows),), steps(num_rows, 768, dtype), None, None)
+            yield Case(f"{format_name}-head-{num_rows}", (*args, torch.tensor([69, 0, 8])), {"is_head": True})
     four = (drawn("q4_k", 24, 768), drawn("q6_k", 9, 768), drawn("q8_0", 40, 768), drawn("q4_1", 3, 768))
     for num_rows in (2, 135):
         x_TD = steps(num_rows, 1024, dtype)[:, 128:896]

@@ -15,6 +15,8 @@ _CODES = {"q4_0": 0, "q4_1": 1, "q5_0": 2, "q5_1": 3, "q8_0": 4, "iq4_nl": 5, "q
 _CODES |= {"q4_k": 8, "q5_k": 9, "q6_k": 10}
 """PackedFormat of csrc/cpu/packed_layout.h."""
 
+_CODES_IN_PLANES = {"q8_0": 11, "q6_k": 12}
+
 
 class _Memory:
     """Where the matrices of a model lie one behind another: in large pages where the machine gives them."""
@@ -35,15 +37,17 @@ class _Memory:
 
 
 class _Packed:
-    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, memory: _Memory) -> None:
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, memory: _Memory, *, is_head: bool) -> None:
         assert 1 <= len(pieces) <= PIECES_MAX, f"{len(pieces)} pieces"
         self.num_inputs = pieces[0].num_inputs
         assert all(piece.num_inputs == self.num_inputs for piece in pieces), [piece.num_inputs for piece in pieces]
         self.num_outputs = sum(piece.num_outputs for piece in pieces)
         module = require_cpu_module()
-        self._data = [_pack(piece, memory) for piece in pieces]
+        self.in_planes = is_head and len(pieces) == 1 and pieces[0].format in _CODES_IN_PLANES
+        codes = _CODES_IN_PLANES if self.in_planes else _CODES
+        formats = [codes[piece.format] for piece in pieces]
+        self._data = [_pack(piece, code, memory) for piece, code in zip(pieces, formats, strict=True)]
         self.num_bytes = sum(len(data) for data in self._data)
-        formats = [_CODES[piece.format] for piece in pieces]
         described = zip(self._data, pieces, formats, strict=True)
         table = [[data.data_ptr(), piece.num_outputs, code] for data, piece, code in described]
         self.cpu_pieces_P3: torch.Tensor | None = torch.tensor(table)
@@ -84,6 +88,7 @@ class _Packed:
             ids_T.data_ptr(),
             out_TD.data_ptr(),
             len(ids_T),
+            self.num_outputs,
             self.num_inputs,
             code,
             CPU_DTYPES[self._dtype],
@@ -91,8 +96,8 @@ class _Packed:
         return out_TD
 
 
-def _pack(piece: Piece, memory: _Memory) -> torch.Tensor:
-    module, code = require_cpu_module(), _CODES[piece.format]
+def _pack(piece: Piece, code: int, memory: _Memory) -> torch.Tensor:
+    module = require_cpu_module()
     blocks_NB = piece.blocks_NB
     assert blocks_NB.stride(1) == 1, blocks_NB.stride()
     assert blocks_NB.shape[1] == piece.num_inputs // FORMATS[piece.format][0] * FORMATS[piece.format][1]
@@ -103,7 +108,11 @@ def _pack(piece: Piece, memory: _Memory) -> torch.Tensor:
 
 def build(ctx: KernelContext) -> PackedLinear:
     memory = _Memory()
-    return lambda pieces: _Packed(pieces, ctx.dtype, memory)
+
+    def prepare(pieces: Sequence[Piece], *, is_head: bool = False) -> _Packed:
+        return _Packed(pieces, ctx.dtype, memory, is_head=is_head)
+
+    return prepare
 
 
 SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, weight_layout="tiles of 8 rows")

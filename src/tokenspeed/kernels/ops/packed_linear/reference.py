@@ -19,6 +19,7 @@ class _Numbers:
         self.num_outputs, self.num_inputs = self._weight_ND.shape
         self.num_bytes = 4 * self._weight_ND.numel()
         self.cpu_pieces_P3: torch.Tensor | None = None
+        self.in_planes = False
 
     def __call__(
         self, x_TD: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None
@@ -31,7 +32,11 @@ class _Numbers:
 
 
 def build(ctx: KernelContext) -> PackedLinear:
-    return lambda pieces: _Numbers(pieces, ctx)
+    def prepare(pieces: Sequence[Piece], *, is_head: bool = False) -> _Numbers:
+        del is_head  # there is one way to lay numbers out
+        return _Numbers(pieces, ctx)
+
+    return prepare
 
 
 SOLUTION = Solution("reference", Band.REFERENCE, lambda _ctx: Ok(), build)

@@ -105,6 +105,22 @@ void bind_highest(nb::module_& module) {
   });
 }
 
+void bind_experts(nb::module_& module) {
+  module.def("experts_size", [] { return sizeof(ExpertLayer); });
+  module.def("experts", [](std::uintptr_t layer, std::uintptr_t x, std::uintptr_t experts, std::uintptr_t weights,
+                           std::uintptr_t out, Int num_tokens, Int num_chosen, Int x_stride) {
+    const ExpertsArgs args{array_at<ExpertLayer>(layer),
+                           at(x),
+                           array_at<Int>(experts),
+                           array_at<float>(weights),
+                           at(out),
+                           num_tokens,
+                           num_chosen,
+                           x_stride};
+    call(kernels().experts, args, kUnlockSize);
+  });
+}
+
 void bind_attention(nb::module_& module) {
   module.def("paged_attention",
              [](std::uintptr_t q, std::uintptr_t k_pages, std::uintptr_t v_pages, std::uintptr_t out,
@@ -224,6 +240,7 @@ NB_MODULE(_cpu, module) {
   tokenspeed::cpu::bind_linear(module);
   tokenspeed::cpu::bind_packed(module);
   tokenspeed::cpu::bind_highest(module);
+  tokenspeed::cpu::bind_experts(module);
   tokenspeed::cpu::bind_attention(module);
   tokenspeed::cpu::bind_elementwise(module);
   tokenspeed::cpu::bind_sampling(module);

@@ -116,17 +116,21 @@ TOKENSPEED_INLINE Vec gelu_tanh(Vec z) {
   return z / (exp(-twice) + 1.0F);
 }
 
+// x: gate, and then as much of up. In one place, so that the compiler joins products and sums alike for every caller.
+template <typename T>
+__attribute__((noinline)) void gated_row(Activation activation, const T* x, std::int64_t size, T* out) {
+  for_vectors(size, [&](std::int64_t i, int count) {
+    const Vec z = load_upto(x + i, count);
+    const Vec activated = activation == Activation::kSilu ? silu(z) : gelu_tanh(z);
+    store_upto(out + i, activated * load_upto(x + size + i, count), count);
+  });
+}
+
 template <typename T>
 void gated_of(const GatedArgs& args) {
   for_rows(args.num_rows, args.size, [&](std::int64_t row) {
-    const T* gate = static_cast<const T*>(args.x) + row * args.x_stride;
-    const T* up = gate + args.size;
-    T* out = static_cast<T*>(args.out) + row * args.size;
-    for_vectors(args.size, [&](std::int64_t i, int count) {
-      const Vec z = load_upto(gate + i, count);
-      const Vec activated = args.activation == Activation::kSilu ? silu(z) : gelu_tanh(z);
-      store_upto(out + i, activated * load_upto(up + i, count), count);
-    });
+    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+    gated_row(args.activation, x, args.size, static_cast<T*>(args.out) + row * args.size);
   });
 }
 

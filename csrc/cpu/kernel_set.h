@@ -5,6 +5,7 @@
 
 #include "attention_body.h"
 #include "elementwise_body.h"
+#include "experts_body.h"
 #include "linear_body.h"
 #include "packed_body.h"
 #include "packed_highest.h"
@@ -24,6 +25,7 @@ Kernels TOKENSPEED_NAME(TOKENSPEED_ISA)() {
           packed_linear,
           packed_rows,
           packed_highest,
+          experts,
           paged_attention,
           rms_norm,
           rotary,

@@ -170,6 +170,37 @@ struct PackedHighestArgs {
   DType dtype;
 };
 
+// A matrix (num_outputs, num_inputs) of each expert, one behind another: numbers, or num_pieces pieces to a matrix, as
+// PackedLinearArgs has them. Addresses are null where there is no such part. Every field has eight bytes.
+struct ExpertMatrices {
+  const void* weight;
+  const PackedPiece* pieces;
+  const void* bias;  // (experts, num_outputs), of the activations' dtype
+  std::int64_t num_pieces, num_outputs, num_inputs;
+};
+
+enum class ExpertGate : std::int64_t { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+
+// The experts of a layer, or those of them that are here, numbered from first_expert on. See kernels/ops/moe_experts.
+struct ExpertLayer {
+  ExpertMatrices gate_up, down;
+  std::int64_t first_expert, num_experts;
+  ExpertGate gate;
+  float alpha, limit;
+  std::int64_t dtype;  // of x, weights, biases and out
+};
+
+// x is (num_tokens, D); experts and weights are (num_tokens, num_chosen), contiguous. A token's bits depend on its own
+// row only.
+struct ExpertsArgs {
+  const ExpertLayer* layer;
+  const void* x;
+  const std::int64_t* experts;
+  const float* weights;
+  void* out;  // contiguous
+  std::int64_t num_tokens, num_chosen, x_stride;
+};
+
 struct Kernels {
   const char* isa;
   std::int64_t few_rows;  // up to which packed_linear reads a weight once for all of them
@@ -177,6 +208,7 @@ struct Kernels {
   void (*packed_linear)(const PackedLinearArgs&);
   void (*packed_rows)(const PackedRowsArgs&);
   void (*packed_highest)(const PackedHighestArgs&);
+  void (*experts)(const ExpertsArgs&);
   void (*paged_attention)(const AttentionArgs&);
   void (*rms_norm)(const RmsNormArgs&);
   void (*rotary)(const RotaryArgs&);

@@ -251,14 +251,27 @@ TOKENSPEED_INLINE const float* widened(const LinearArgs& args) {
   return copy;
 }
 
+// One row reads each weight once: blocks only have to be large enough to be worth claiming.
+TOKENSPEED_INLINE std::int64_t output_block_of(const LinearArgs& args) {
+  return args.num_rows > 4 ? kOutputBlock : (args.num_outputs < 2048 ? 32 : 128);
+}
+
+// x: the inputs as floats, x_stride apart.
+template <typename T>
+TOKENSPEED_INLINE LinearJob<T> linear_job(const LinearArgs& args, const float* x, std::int64_t x_stride) {
+  const std::int64_t output_block = output_block_of(args);
+  return {args, x, x_stride, (args.num_outputs + output_block - 1) / output_block, output_block};
+}
+
+TOKENSPEED_INLINE std::int64_t num_linear_items(const LinearArgs& args) {
+  const std::int64_t output_block = output_block_of(args);
+  return (args.num_rows + kRowBlock - 1) / kRowBlock * ((args.num_outputs + output_block - 1) / output_block);
+}
+
 template <typename T>
 void linear_of(const LinearArgs& args) {
-  const std::int64_t x_stride = args.dtype == DType::kFloat32 ? args.x_stride : padded_inputs(args);
-  // One row reads each weight once: blocks only have to be large enough to be worth claiming.
-  const std::int64_t output_block = args.num_rows > 4 ? kOutputBlock : (args.num_outputs < 2048 ? 32 : 128);
-  LinearJob<T> job{args, widened(args), x_stride, (args.num_outputs + output_block - 1) / output_block, output_block};
-  const std::int64_t num_row_blocks = (args.num_rows + kRowBlock - 1) / kRowBlock;
-  parallel(num_row_blocks * job.num_output_blocks, job);
+  auto job = linear_job<T>(args, widened(args), args.dtype == DType::kFloat32 ? args.x_stride : padded_inputs(args));
+  parallel(num_linear_items(args), job);
 }
 
 void linear(const LinearArgs& args) { args.dtype == DType::kFloat32 ? linear_of<float>(args) : linear_of<Bf16>(args); }

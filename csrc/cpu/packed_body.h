@@ -367,8 +367,8 @@ TOKENSPEED_INLINE void place_rows(std::byte* memory, std::int64_t num_blocks, Ro
   rows.scales = reinterpret_cast<Scale*>(memory + num_blocks * kBlockInputs);
 }
 
-// Shares the outputs out.
-TOKENSPEED_INLINE void share_out(PackedJob& job) {
+// Shares the outputs out. num_jobs: of about this size that are shared out together.
+TOKENSPEED_INLINE void share_out(PackedJob& job, std::int64_t num_jobs = 1) {
   const PackedLinearArgs& args = job.args;
   const bool is_few = args.num_rows <= kFewRows;
   job.num_row_blocks = is_few ? 1 : (args.num_rows + kPanelRows - 1) / kPanelRows;
@@ -378,9 +378,9 @@ TOKENSPEED_INLINE void share_out(PackedJob& job) {
     const PackedShape shape = packed_shape(static_cast<PackedFormat>(piece.format));
     const std::int64_t num_tiles = tiles_of(piece.num_outputs);
     const std::int64_t tile_bytes = kTileRows * args.num_inputs / shape.inputs * shape.bytes;
-    const std::int64_t even = num_tiles / (4 * num_threads()) + 1;
+    const std::int64_t even = num_tiles * num_jobs / (4 * num_threads()) + 1;
     const std::int64_t most = kItemBytes / tile_bytes + 1;
-    const std::int64_t pairs = num_tiles * job.num_row_blocks / (kPanelTiles * 4 * num_threads()) + 1;
+    const std::int64_t pairs = num_tiles * num_jobs * job.num_row_blocks / (kPanelTiles * 4 * num_threads()) + 1;
     const std::int64_t group = pairs * kPanelTiles < kGroupTiles ? pairs * kPanelTiles : kGroupTiles;
     const std::int64_t tiles_an_item = is_few ? (even < most ? even : most) : group;
     job.pieces[index] = {&piece, first_output, job.num_items, num_tiles, tiles_an_item};

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenspeed.checkpoints import TensorInfo, Weights
 from tokenspeed.kernels.ops.packed_linear import FORMATS, PIECES_MAX, Piece
 from tokenspeed.layers.build import BuildContext
-from tokenspeed.layers.matrix import Matrix, can_pack
+from tokenspeed.layers.matrix import Matrix, MatrixStack, can_pack
 from tokenspeed.layers.weight_map import WeightSlot
 from tokenspeed.models import CausalLM
 
@@ -46,8 +46,11 @@ class PackedPart:
         return Piece(self.info.dtype, _as_tensor(self.info.blocks()[rows, bytes_of]))
 
 
-Packing = Mapping[Matrix, tuple[PackedPart, ...]]
-"""The parts of each matrix that stays packed, in the order of its rows."""
+AnyMatrix = Matrix | MatrixStack
+
+Packing = Mapping[AnyMatrix, tuple[PackedPart, ...]]
+"""The parts of each matrix that stays packed, in the order of its rows; of a stack in that of
+its matrices."""
 
 NOTHING_PACKED: Packing = MappingProxyType({})
 
@@ -63,14 +66,14 @@ def plan_packing(model: CausalLM, weights: Weights, ctx: BuildContext) -> Packin
     if not infos or not has_blocks(weights) or not can_pack(ctx):
         ctx.bindings.pop("packed_linear", None)
         return NOTHING_PACKED
-    every = [each for each in model.modules() if isinstance(each, Matrix)]
+    every = [each for each in model.modules() if isinstance(each, AnyMatrix)]
     matrices = {_memory(each.weight): each for each in every if each.weight.numel() > 0}
-    slots: dict[Matrix, list[WeightSlot]] = {matrix: [] for matrix in matrices.values()}
+    slots: dict[AnyMatrix, list[WeightSlot]] = {matrix: [] for matrix in matrices.values()}
     for slot in model.weight_map().for_checkpoint(infos):
         matrix = matrices.get(_memory(slot.target))
         if matrix is not None and slot.target.numel() > 0:
             slots[matrix].append(slot)
-    found = {matrix: _parts(each, infos) for matrix, each in slots.items()}
+    found = {matrix: _parts(matrix, each, infos) for matrix, each in slots.items()}
     return {matrix: parts for matrix, parts in found.items() if parts}
 
 
@@ -79,9 +82,10 @@ def place_of(slot: WeightSlot) -> tuple[int, int] | None:
     return (_memory(slot.target), int(slot.target.storage_offset())) if slot.target.numel() > 0 else None
 
 
-def _parts(slots: list[WeightSlot], infos: Mapping[str, TensorInfo]) -> tuple[PackedPart, ...]:
-    """The parts of one matrix; none unless all can stay packed."""
-    if not 1 <= len(slots) <= PIECES_MAX:
+def _parts(matrix: AnyMatrix, slots: list[WeightSlot], infos: Mapping[str, TensorInfo]) -> tuple[PackedPart, ...]:
+    """The parts of a matrix, or of those of all experts; none unless all can stay packed."""
+    num_pieces, rest = divmod(len(slots), matrix.num_matrices)
+    if rest or not 1 <= num_pieces <= PIECES_MAX:
         return ()
     named = [(slot, next((infos[name] for name in slot.names if name in infos), None)) for slot in slots]
     parts = [PackedPart(slot, info) for slot, info in named if info is not None and _stays_packed(slot, info)]

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from tokenspeed.checkpoints import ProgressFn, Repeated, TensorInfo, Weights
 from tokenspeed.core.errors import CapacityError, CheckpointError
-from tokenspeed.execution.packing import NOTHING_PACKED, Packing, place_of
+from tokenspeed.execution.packing import NOTHING_PACKED, AnyMatrix, Packing, place_of
 from tokenspeed.execution.placement import available_memory_bytes
-from tokenspeed.layers.matrix import Matrix
 from tokenspeed.models import CausalLM, WeightMap
 
 _NAMES_SHOWN = 3
@@ -40,7 +39,9 @@ def load_weights(
     weight_map = model.weight_map().for_checkpoint(weights.infos() or ())
     _assert_covers(model, weight_map)
     names = _match(weight_map, weights, path)
-    packed: dict[object, Matrix] = {place_of(part.slot): matrix for matrix, parts in packing.items() for part in parts}
+    packed: dict[object, AnyMatrix] = {
+        place_of(part.slot): matrix for matrix, parts in packing.items() for part in parts
+    }
     homes = [packed.get(place_of(slot)) for slot in weight_map]  # before the first is packed: it moves
     last_name, whole = "", None
     for done, (slot, name, matrix) in enumerate(zip(weight_map, names, homes, strict=True)):

@@ -58,8 +58,8 @@ def gate_and_up_rows(activation: Activation, ff_size: int) -> tuple[slice, slice
     return slice(0, ff_size), slice(ff_size, None)
 
 
-_GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}
-"""What gated_linear calls what an op gates by."""
+GATES = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}
+"""What gated_linear and moe_experts call what an op gates by."""
 
 FEED_FORWARD = "feed-forward elements"
 
@@ -99,7 +99,7 @@ class GatedMLP(nn.Module):
     def _inner(self, x_TD: torch.Tensor) -> torch.Tensor:
         fused, matrix, bias_N = self._fused, self.gate_up.matrix, self.gate_up.bias
         if fused is not None and matrix.packed is None and fused.pays(x_TD, matrix.weight):
-            return fused(x_TD, matrix.weight, bias_N, _GATES[self.activation])
+            return fused(x_TD, matrix.weight, bias_N, GATES[self.activation])
         return self._activate(self.gate_up(x_TD))
 
     def weight_slots(self) -> list[WeightSlot]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight matrix and its product with rows: numbers, or the blocks of a file, which stay packed. Knows no checkpoint
-names and not what the matrix is for."""
+"""A weight matrix, or several of one shape, and its product with rows: numbers, or the blocks of a file, which stay
+packed. Knows no checkpoint names and not what the matrix is for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tokenspeed.kernels.ops.linear import Linear as LinearOp
-from tokenspeed.kernels.ops.packed_linear import PackedMatrix, Piece
+from tokenspeed.kernels.ops.moe_experts import ExpertStack
+from tokenspeed.kernels.ops.packed_linear import PackedLinear, PackedMatrix, Piece
 from tokenspeed.kernels.registry import Band
 from tokenspeed.layers.build import BuildContext
 
@@ -19,6 +20,8 @@ class Matrix(nn.Module):
     """(N, D), (T, D) -> (T, N). `weight` are numbers for the loader to fill in; memory of a CPU is taken as that is
     done. Or it packs the matrix instead, and then `weight` has a shape and no memory. is_head: often no more than the
     highest of the N is wanted."""
+
+    num_matrices = 1
 
     def __init__(self, ctx: BuildContext, num_outputs: int, num_inputs: int) -> None:
         super().__init__()
@@ -47,6 +50,41 @@ class Matrix(nn.Module):
         assert (packed.num_outputs, packed.num_inputs) == tuple(self.weight.shape), (packed, self.weight.shape)
         self.packed = packed
         self.weight.untyped_storage().resize_(0)
+
+
+class MatrixStack(nn.Module):
+    """(E, N, D): a matrix of each expert, and perhaps a bias (E, N). As Matrix, all packed or none."""
+
+    def __init__(self, ctx: BuildContext, shape: tuple[int, ...], *, bias: bool) -> None:
+        super().__init__()
+        self.num_matrices, num_outputs, _ = shape
+        self.weight = ctx.empty(*shape)
+        self.bias = ctx.empty(self.num_matrices, num_outputs) if bias else None
+        self.packed: list[PackedMatrix] | None = None
+        self._ctx = ctx
+        self._linear: LinearOp = ctx.bind("linear")
+
+    def product(self, index: int, x_TD: torch.Tensor) -> torch.Tensor:
+        """(T, N), of one matrix."""
+        bias_N = None if self.bias is None else self.bias[index]
+        if self.packed is not None:
+            return self.packed[index](x_TD, bias_N)
+        return self._linear(x_TD, self.weight[index], bias_N)
+
+    def pack(self, pieces: Sequence[Piece]) -> None:
+        """Take the matrices from these, each from as many, and give back the memory of their numbers."""
+        prepare: PackedLinear = self._ctx.bind("packed_linear")
+        num_pieces, rest = divmod(len(pieces), self.num_matrices)
+        assert rest == 0, (len(pieces), self.num_matrices)
+        packed = [prepare(pieces[start : start + num_pieces]) for start in range(0, len(pieces), num_pieces)]
+        shapes = {(self.num_matrices, each.num_outputs, each.num_inputs) for each in packed}
+        assert shapes == {tuple(self.weight.shape)}, (shapes, self.weight.shape)
+        self.packed = packed
+        self.weight.untyped_storage().resize_(0)
+
+    def described(self) -> ExpertStack:
+        """As the op moe_experts takes it."""
+        return ExpertStack(self.weight.data, None if self.bias is None else self.bias.data, self.packed)
 
 
 def can_pack(ctx: BuildContext) -> bool:

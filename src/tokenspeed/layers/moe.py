@@ -11,15 +11,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from tokenspeed.kernels.ops.linear import Linear as LinearOp
-from tokenspeed.layers.activation import Activation, GatedMLP, activate_with, even_sigmoid, gate_and_up_rows
+from tokenspeed.kernels.ops.moe_experts import Gate, MoeExperts, Prepare
+from tokenspeed.layers.activation import GATES, Activation, GatedMLP, activate_with, even_sigmoid, gate_and_up_rows
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.linear import Linear
+from tokenspeed.layers.matrix import MatrixStack
 from tokenspeed.layers.weight_map import Names, WeightChoice, WeightEntry, WeightSlot, linear_slots, slot
 from tokenspeed.spmd import shards
 from tokenspeed.spmd.graph import Graph, Value
@@ -182,31 +184,18 @@ class Experts(nn.Module):
         self.down_bias_cut = ctx.cut("experts", (num_experts, hidden_size), shards.stacked(2).beside(3))
         self.num_local, self.local_ff_size, _ = self.gate_cut.local_shape
         self.first = self.gate_cut.index[0].start
-        self.gate_up = ctx.empty(self.num_local, 2 * self.local_ff_size, hidden_size)
-        self.gate_up_bias = ctx.empty(self.num_local, 2 * self.local_ff_size) if spec.bias else None
-        self.down = ctx.empty(*self.down_cut.local_shape)
-        self.down_bias = ctx.empty(*self.down_bias_cut.local_shape) if spec.bias else None
+        self.gate_up = MatrixStack(ctx, (self.num_local, 2 * self.local_ff_size, hidden_size), bias=spec.bias)
+        self.down = MatrixStack(ctx, self.down_cut.local_shape, bias=spec.bias)
         self._activate = activate_with(ctx, spec.activation)
-        self._linear: LinearOp = ctx.bind("linear")
+        self._prepare = cast("Prepare | None", ctx.bind_better("moe_experts"))
+        self._run: MoeExperts | None = None
 
     def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
         """(T, D): the chosen experts' outputs, weighted and added in float32, rounded once; experts of other ranks add
-        nothing. Tokens are sorted by expert, so that an expert with tokens costs one product a projection and one
-        without costs nothing."""
-        num_tokens, num_chosen = routing.experts_TC.shape
-        experts_M = routing.experts_TC.reshape(-1)
-        order_M = experts_M.argsort(stable=True)
-        counts: list[int] = experts_M.bincount(minlength=self.spec.num_experts).tolist()
-        start = sum(counts[: self.first])
-        has_all = self.num_local == self.spec.num_experts
-        out_MD = x_TD.new_empty(len(order_M), x_TD.shape[1]) if has_all else x_TD.new_zeros(len(order_M), x_TD.shape[1])
-        for expert, count in enumerate(counts[self.first : self.first + self.num_local]):
-            if count:
-                pairs = order_M[start : start + count]
-                out_MD[pairs] = self._expert(expert, x_TD[pairs // num_chosen])
-                start += count
-        weighted_TCD = out_MD.view(num_tokens, num_chosen, x_TD.shape[1]).float() * routing.weights_TC[:, :, None]
-        return weighted_TCD.sum(dim=1).to(x_TD.dtype)
+        nothing."""
+        if self._run is None:
+            self._run = self._prepared() or self._one_by_one
+        return self._run(x_TD, routing.experts_TC, routing.weights_TC)
 
     def weight_slots(self, names: MoeNames) -> list[WeightEntry]:
         options = []
@@ -217,25 +206,46 @@ class Experts(nn.Module):
         assert options, names
         return [WeightChoice(tuple(options))] if len(options) > 1 else list(options[0])
 
+    def _prepared(self) -> MoeExperts | None:
+        """All experts as one op, whose weights are there by now; None where it is no better than one by one."""
+        if self._prepare is None:
+            return None
+        return self._prepare(self.gate_up.described(), self.down.described(), _gate_of(self.spec), self.first)
+
+    def _one_by_one(self, x_TD: torch.Tensor, experts_TC: torch.Tensor, weights_TC: torch.Tensor) -> torch.Tensor:
+        """Tokens are sorted by expert, so that an expert with tokens costs one product a projection and one without
+        costs nothing."""
+        num_tokens, num_chosen = experts_TC.shape
+        experts_M = experts_TC.reshape(-1)
+        order_M = experts_M.argsort(stable=True)
+        counts: list[int] = experts_M.bincount(minlength=self.spec.num_experts).tolist()
+        start = sum(counts[: self.first])
+        has_all = self.num_local == self.spec.num_experts
+        out_MD = x_TD.new_empty(len(order_M), x_TD.shape[1]) if has_all else x_TD.new_zeros(len(order_M), x_TD.shape[1])
+        for expert, count in enumerate(counts[self.first : self.first + self.num_local]):
+            if count:
+                pairs = order_M[start : start + count]
+                out_MD[pairs] = self._expert(expert, x_TD[pairs // num_chosen])
+                start += count
+        weighted_TCD = out_MD.view(num_tokens, num_chosen, x_TD.shape[1]).float() * weights_TC[:, :, None]
+        return weighted_TCD.sum(dim=1).to(x_TD.dtype)
+
     def _expert(self, expert: int, x_MD: torch.Tensor) -> torch.Tensor:
-        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
-        down_bias = None if self.down_bias is None else self.down_bias[expert]
-        hidden_MF = self._activate(self._linear(x_MD, self.gate_up[expert], gate_up_bias))
-        return self._linear(hidden_MF, self.down[expert], down_bias)
+        return self.down.product(expert, self._activate(self.gate_up.product(expert, x_MD)))
 
     def _each_slots(self, names: tuple[str, str, str]) -> list[WeightSlot]:
         gate, up = gate_and_up_rows(self.spec.activation, self.local_ff_size)
         parts = (
-            (self.gate_up, self.gate_cut, self.gate_up_bias, self.gate_bias_cut, gate),
-            (self.gate_up, self.gate_cut, self.gate_up_bias, self.gate_bias_cut, up),
-            (self.down, self.down_cut, self.down_bias, self.down_bias_cut, slice(None)),
+            (self.gate_up, self.gate_cut, self.gate_bias_cut, gate),
+            (self.gate_up, self.gate_cut, self.gate_bias_cut, up),
+            (self.down, self.down_cut, self.down_bias_cut, slice(None)),
         )
         slots = []
         for expert in range(self.spec.num_experts):
-            for name, (weight, cut, bias, bias_cut, rows) in zip(names, parts, strict=True):
-                slots.append(self._of_expert(f"{name.format(expert)}.weight", weight, cut, (expert, rows)))
-                if bias is not None:
-                    slots.append(self._of_expert(f"{name.format(expert)}.bias", bias, bias_cut, (expert, rows)))
+            for name, (stack, cut, bias_cut, rows) in zip(names, parts, strict=True):
+                slots.append(self._of_expert(f"{name.format(expert)}.weight", stack.weight, cut, (expert, rows)))
+                if stack.bias is not None:
+                    slots.append(self._of_expert(f"{name.format(expert)}.bias", stack.bias, bias_cut, (expert, rows)))
         return slots
 
     def _of_expert(self, name: str, stack: torch.Tensor, cut: Cut, which: tuple[int, slice]) -> WeightSlot:
@@ -252,17 +262,24 @@ class Experts(nn.Module):
         in_whole = gate_and_up_rows(self.spec.activation, self.spec.ff_size)
         gate_ups = list(zip(rows, in_whole, strict=True))
         slots = [
-            _stacked(gate_up, self.gate_up.data[:, local], _widened(self.gate_cut, whole), transposed)
+            _stacked(gate_up, self.gate_up.weight.data[:, local], _widened(self.gate_cut, whole), transposed)
             for local, whole in gate_ups
         ]
-        slots.append(_stacked(down, self.down.data, self.down_cut, transposed))
-        if self.gate_up_bias is not None and self.down_bias is not None:
+        slots.append(_stacked(down, self.down.weight.data, self.down_cut, transposed))
+        if self.gate_up.bias is not None and self.down.bias is not None:
             slots += [
-                slot(f"{gate_up}_bias", self.gate_up_bias.data[:, local], _widened(self.gate_bias_cut, whole))
+                slot(f"{gate_up}_bias", self.gate_up.bias.data[:, local], _widened(self.gate_bias_cut, whole))
                 for local, whole in gate_ups
             ]
-            slots.append(slot(f"{down}_bias", self.down_bias, self.down_bias_cut))
+            slots.append(slot(f"{down}_bias", self.down.bias, self.down_bias_cut))
         return slots
+
+
+def _gate_of(spec: ExpertsSpec) -> Gate:
+    activation = spec.activation
+    if isinstance(activation, str):
+        return Gate(GATES[activation])
+    return Gate("clamped_swiglu", activation.alpha, activation.limit)
 
 
 def _stacked(name: str, target: torch.Tensor, cut: Cut, transposed: bool) -> WeightSlot:

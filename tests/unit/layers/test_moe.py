@@ -139,9 +139,9 @@ def pair_by_pair(moe: MoE, x_TD: torch.Tensor) -> torch.Tensor:
 
 def one_expert(moe: MoE, expert: int, x_D: torch.Tensor) -> torch.Tensor:
     part = moe.experts
-    both = part.gate_up[expert].double() @ x_D
-    if part.gate_up_bias is not None:
-        both = both + part.gate_up_bias[expert].double()
+    both = part.gate_up.weight[expert].double() @ x_D
+    if part.gate_up.bias is not None:
+        both = both + part.gate_up.bias[expert].double()
     activation = part.spec.activation
     if isinstance(activation, ClampedSwiglu):
         pairs = both.view(-1, 2)
@@ -150,8 +150,8 @@ def one_expert(moe: MoE, expert: int, x_D: torch.Tensor) -> torch.Tensor:
     else:
         gate, up = both.chunk(2)
         hidden = gate * torch.sigmoid(gate) * up
-    down = part.down[expert].double() @ hidden
-    return down if part.down_bias is None else down + part.down_bias[expert].double()
+    down = part.down.weight[expert].double() @ hidden
+    return down if part.down.bias is None else down + part.down.bias[expert].double()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 33])
@@ -227,19 +227,20 @@ def checkpoint(moe: MoE, form: str) -> dict[str, torch.Tensor]:
     interleaved = isinstance(part.spec.activation, ClampedSwiglu)
     if form == "each":
         for expert in range(NUM_EXPERTS):
-            rows = part.gate_up[expert]
+            rows = part.gate_up.weight[expert]
             gate, up = (rows[::2], rows[1::2]) if interleaved else rows.chunk(2)
-            for name, tensor in (("gate", gate), ("up", up), ("down", part.down[expert])):
+            for name, tensor in (("gate", gate), ("up", up), ("down", part.down.weight[expert])):
                 tensors[f"experts.{expert}.{name}_proj.weight"] = tensor
-            if part.gate_up_bias is not None:
-                bias = part.gate_up_bias[expert]
-                for name, tensor in (("gate", bias[::2]), ("up", bias[1::2]), ("down", part.down_bias[expert])):
+            if part.gate_up.bias is not None:
+                bias = part.gate_up.bias[expert]
+                for name, tensor in (("gate", bias[::2]), ("up", bias[1::2]), ("down", part.down.bias[expert])):
                     tensors[f"experts.{expert}.{name}_proj.bias"] = tensor
     else:
         turned = (lambda tensor: tensor.mT) if form == "transposed" else (lambda tensor: tensor)
-        tensors |= {"experts.gate_up_proj": turned(part.gate_up), "experts.down_proj": turned(part.down)}
-        if part.gate_up_bias is not None:
-            tensors |= {"experts.gate_up_proj_bias": part.gate_up_bias, "experts.down_proj_bias": part.down_bias}
+        tensors |= {"experts.gate_up_proj": turned(part.gate_up.weight)}
+        tensors |= {"experts.down_proj": turned(part.down.weight)}
+        if part.gate_up.bias is not None:
+            tensors |= {"experts.gate_up_proj_bias": part.gate_up.bias, "experts.down_proj_bias": part.down.bias}
     return {name: tensor.data.clone() for name, tensor in tensors.items()}
 
 

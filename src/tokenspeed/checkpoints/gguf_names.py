@@ -18,8 +18,9 @@ from tokenspeed.checkpoints.gguf import GgufFile, check_tensor
 from tokenspeed.checkpoints.gguf_metadata import Metadata
 from tokenspeed.core.errors import CheckpointError, UnsupportedModelError
 
-Change = Literal["none", "unpermute_q", "unpermute_k", "norm_minus_one"]
-"""What undoes the conversion: rows of rotary pairs put back into halves, or a norm weight less one."""
+Change = Literal["none", "unpermute_q", "unpermute_k", "norm_minus_one", "as_one_row", "per_expert"]
+"""What undoes the conversion: rows of rotary pairs put back into halves, a norm weight less one, a vector made a matrix
+of one row again, or the tensor of all experts cut into one for each."""
 
 Config = dict[str, object]
 
@@ -48,6 +49,25 @@ _GEMMA3_LAYER_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERT_NAMES = {
+    "qwen2_moe": {
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    "mixtral": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    },
+}
+_EXPERT_NAMES["qwen3_moe"] = _EXPERT_NAMES["qwen2_moe"]
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GEMMA3_WINDOW_PATTERN = 6
 # The only published size whose attention is scaled by hidden/heads instead of the head size.
@@ -56,7 +76,8 @@ _GEMMA3_27B_LAYERS = 62
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """A tensor's Hugging Face name, and what to do to its values."""
+    """A tensor's Hugging Face name, with {} for the number of an expert where each has its own, and what to do to its
+    values."""
 
     name: str
     change: Change
@@ -86,10 +107,11 @@ def rename(config: Config, gguf_name: str) -> Renamed | None:
     A name of no known meaning stays as it is, for the weight accounting to report."""
     if gguf_name == _ROPE_FACTORS:
         return None
-    is_gemma3 = config["model_type"] == "gemma3_text"
+    model_type = str(config["model_type"])
+    is_gemma3 = model_type == "gemma3_text"
     stem, _, suffix = gguf_name.rpartition(".")
     layer = _LAYER.fullmatch(gguf_name)
-    names = _GEMMA3_LAYER_NAMES if is_gemma3 else _LAYER_NAMES
+    names = _GEMMA3_LAYER_NAMES if is_gemma3 else _LAYER_NAMES | _EXPERT_NAMES.get(model_type, {})
     if stem in _TOP_NAMES:
         name = f"{_TOP_NAMES[stem]}.{suffix}"
     elif layer and layer[2] in names:
@@ -98,15 +120,23 @@ def rename(config: Config, gguf_name: str) -> Renamed | None:
         return Renamed(gguf_name, "none")
     if is_gemma3 and name.endswith("norm.weight"):
         return Renamed(name, "norm_minus_one")
-    if config["model_type"] == "llama" and layer and layer[2] in ("attn_q", "attn_k"):
+    if model_type in ("llama", "mixtral") and layer and layer[2] in ("attn_q", "attn_k"):
         return Renamed(name, "unpermute_q" if layer[2] == "attn_q" else "unpermute_k")
-    return Renamed(name, "none")
+    if "{}" in name:
+        return Renamed(name, "per_expert")
+    return Renamed(name, "as_one_row" if name.endswith("shared_expert_gate.weight") else "none")
 
 
 def _llama(gguf: GgufFile, metadata: Metadata) -> Config:
-    if metadata.find_int("llama.expert_count"):
-        raise UnsupportedModelError(f"{gguf.path}: llama with experts is not supported; only dense llama is")
     config = _decoder(gguf, metadata, "llama")
+    if metadata.find_int("llama.expert_count"):
+        return config | {
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": metadata.need_int("llama.expert_count"),
+            "num_experts_per_tok": metadata.need_int("llama.expert_used_count"),
+            "sliding_window": None,
+        }
     config["model_type"] = "llama"
     config["architectures"] = ["LlamaForCausalLM"]
     config["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
@@ -123,6 +153,46 @@ def _qwen3(gguf: GgufFile, metadata: Metadata) -> Config:
     config = _decoder(gguf, metadata, "qwen3")
     config["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     return config | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False}
+
+
+def _qwen2_moe(gguf: GgufFile, metadata: Metadata) -> Config:
+    config = _with_experts(gguf, metadata, "qwen2moe")
+    config["model_type"], config["architectures"] = "qwen2_moe", ["Qwen2MoeForCausalLM"]
+    config["qkv_bias"] = "blk.0.attn_q.bias" in gguf.tensors
+    shared_size = metadata.find_int("qwen2moe.expert_shared_feed_forward_length")
+    config["shared_expert_intermediate_size"] = shared_size or _rows_of(gguf, "ffn_gate_shexp", 0)
+    return config | {"norm_topk_prob": False}
+
+
+def _qwen3_moe(gguf: GgufFile, metadata: Metadata) -> Config:
+    config = _with_experts(gguf, metadata, "qwen3moe")
+    config["model_type"], config["architectures"] = "qwen3_moe", ["Qwen3MoeForCausalLM"]
+    config["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
+    return config | {"norm_topk_prob": True}
+
+
+def _with_experts(gguf: GgufFile, metadata: Metadata, arch: str) -> Config:
+    """Layers without a router are dense. Older files do not say how wide an expert is, but it is."""
+    config = _decoder(gguf, metadata, arch)
+    num_layers = metadata.need_int(f"{arch}.block_count")
+    ff_size = metadata.find_int(f"{arch}.expert_feed_forward_length") or _rows_of(gguf, "ffn_gate_exps", 1)
+    return config | {
+        "num_experts": metadata.need_int(f"{arch}.expert_count"),
+        "num_experts_per_tok": metadata.need_int(f"{arch}.expert_used_count"),
+        "moe_intermediate_size": ff_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in gguf.tensors],
+        "use_sliding_window": False,
+    }
+
+
+def _rows_of(gguf: GgufFile, name: str, dim: int) -> int:
+    """What the first layer that has such a tensor has of rows."""
+    found = (gguf.tensors[each] for each in gguf.tensors if each.endswith(f".{name}.weight"))
+    tensor = next((each for each in found if len(each.shape) > dim), None)
+    if tensor is None:
+        raise CheckpointError(f"{gguf.path}: no layer has a tensor {name}.weight, and no metadata says its size")
+    return tensor.shape[dim]
 
 
 def _gemma3(gguf: GgufFile, metadata: Metadata) -> Config:
@@ -285,6 +355,8 @@ def _llama3_divisors(head_dim: int, theta: float, factor: float, original_len: i
 _ARCHITECTURES: dict[str, Callable[[GgufFile, Metadata], Config]] = {
     "llama": _llama,
     "qwen2": _qwen2,
+    "qwen2moe": _qwen2_moe,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
     "gemma3": _gemma3,
 }

@@ -6,6 +6,7 @@ Knows how to undo what conversion did to values; leaves block maths and naming t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenspeed.checkpoints import GgufVocabulary, TensorInfo
-from tokenspeed.checkpoints.gguf import GgufFile, GgufTensor, check_tensors, read_gguf
+from tokenspeed.checkpoints.gguf import GgufFile, GgufTensor, check_tensors, read_gguf, tensor_num_bytes
 from tokenspeed.checkpoints.gguf_dequant import dequantize
 from tokenspeed.checkpoints.gguf_metadata import generation_config, read_template, read_vocabulary
 from tokenspeed.checkpoints.gguf_names import Config, Renamed, config_of, rename
@@ -61,7 +62,7 @@ class GgufWeights:
         for tensor in gguf.tensors.values():
             renamed = rename(config, tensor.name)
             if renamed is not None:
-                self._slots[renamed.name] = (tensor, renamed)
+                self._slots |= {name: (part, renamed) for name, part in self._parts(tensor, renamed)}
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """All tensors by Hugging Face name."""
@@ -85,6 +86,24 @@ class GgufWeights:
     def close(self) -> None:
         """Forget the tensors; the map ends with the last view of it."""
         self._slots = {}
+
+    def _parts(self, tensor: GgufTensor, renamed: Renamed) -> list[tuple[str, GgufTensor]]:
+        """The tensor under its name, or the tensors of the experts that lie in it one behind another."""
+        if renamed.change == "as_one_row" and len(tensor.shape) == 1:
+            return [(renamed.name, dataclasses.replace(tensor, shape=(1, *tensor.shape)))]
+        if renamed.change != "per_expert":
+            return [(renamed.name, tensor)]
+        num_experts = self._config.get("num_experts") or self._config.get("num_local_experts")
+        if len(tensor.shape) != 3 or tensor.shape[0] != num_experts:
+            raise CheckpointError(
+                f"{self._gguf.path}: {tensor.name} has shape {tensor.shape}, not that of {num_experts} experts"
+            )
+        size = tensor_num_bytes(tensor) // tensor.shape[0]
+        parts = (
+            dataclasses.replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size)
+            for expert in range(tensor.shape[0])
+        )
+        return [(renamed.name.format(expert), part) for expert, part in enumerate(parts)]
 
     def _info(self, tensor: GgufTensor, renamed: Renamed) -> TensorInfo:
         blocks = None

@@ -177,6 +177,63 @@ void check_highest(const Kernels& set, PackedFormat format, DType dtype, std::in
   }
 }
 
+// Every gate, biases, an expert without rows and one with more than a panel of them; each token alone as among others.
+void check_experts(const Kernels& set, DType dtype, bool is_packed, ExpertGate gate, std::int64_t num_tokens) {
+  constexpr std::int64_t kExperts = 4, kChosen = 2, kHidden = 96, kFf = 64, kFirst = 5;
+  constexpr auto kFormat = PackedFormat::kQ5_1;
+  const std::size_t item_size = dtype == DType::kFloat32 ? 4 : 2;
+  const PackedShape shape = packed_shape(kFormat);
+  std::vector<std::vector<std::uint8_t>> packed;
+  std::vector<std::vector<char>> numbers;
+  std::vector<std::vector<PackedPiece>> pieces;
+  const auto matrices = [&](std::int64_t num_outputs, std::int64_t num_inputs) {
+    numbers.push_back(random_values(static_cast<std::size_t>(kExperts * num_outputs), dtype));
+    ExpertMatrices result{nullptr, nullptr, numbers.back().data(), 1, num_outputs, num_inputs};
+    if (!is_packed) {
+      numbers.push_back(random_values(static_cast<std::size_t>(kExperts * num_outputs * num_inputs), dtype));
+      result.weight = numbers.back().data();
+      return result;
+    }
+    std::vector<PackedPiece> table;
+    for (std::int64_t expert = 0; expert < kExperts; ++expert) {
+      const auto blocks = random_blocks(kFormat, num_outputs, num_inputs);
+      packed.emplace_back(packed_size(kFormat, num_outputs, num_inputs));
+      pack({blocks.data(), packed.back().data(), num_outputs, num_inputs, num_inputs / shape.inputs * shape.bytes,
+            kFormat});
+      table.push_back({packed.back().data(), num_outputs, static_cast<std::int64_t>(kFormat)});
+    }
+    pieces.push_back(table);
+    result.pieces = pieces.back().data();
+    return result;
+  };
+  const ExpertLayer layer{matrices(2 * kFf, kHidden),      matrices(kHidden, kFf), kFirst, kExperts, gate, 1.7F, 2.0F,
+                          static_cast<std::int64_t>(dtype)};
+  const auto x = random_values(static_cast<std::size_t>(num_tokens * kHidden), dtype);
+  std::vector<std::int64_t> experts;
+  std::vector<float> weights;
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    experts.insert(experts.end(), {kFirst + (token % 5 == 0 ? 2 : 0), token % 3 == 0 ? kFirst - 1 : kFirst + 3});
+    weights.insert(weights.end(), {0.0078125F, 0.0009765625F});  // what an expert gives is in the hundreds
+  }
+  const auto count = static_cast<std::size_t>(num_tokens * kHidden);
+  std::vector<char> whole(count * item_size);
+  check("experts", set, count, dtype, [&](const Kernels& kernels, void* out) {
+    kernels.experts({&layer, x.data(), experts.data(), weights.data(), out, num_tokens, kChosen, kHidden});
+    std::memcpy(whole.data(), out, whole.size());
+  });
+  std::vector<char> alone(whole.size());
+  const auto row_size = static_cast<std::size_t>(kHidden) * item_size;
+  for (std::int64_t token = 0; token < num_tokens; ++token) {
+    const std::size_t at = static_cast<std::size_t>(token) * row_size;
+    set.experts({&layer, x.data() + at, experts.data() + token * kChosen, weights.data() + token * kChosen,
+                 alone.data() + at, 1, kChosen, kHidden});
+  }
+  if (alone != whole) {
+    std::printf("experts: %s: a token depends on its batch (packed %d)\n", set.isa, static_cast<int>(is_packed));
+    num_failures += 1;
+  }
+}
+
 constexpr float kSinks[] = {0.5F, -3.0F, 40.0F, -100.0F, 1.0F, 0.0F};  // one for each head
 
 // Of queries, and of keys and values.
@@ -358,6 +415,14 @@ void check_set(const Kernels& set) {
         if (format >= static_cast<std::int64_t>(PackedFormat::kQ8_0Planes)) {
           check_highest(set, PackedFormat(format), dtype, rows, 999, 768);
         }
+      }
+    }
+  }
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const ExpertGate gate : {ExpertGate::kSilu, ExpertGate::kGeluTanh, ExpertGate::kClampedSwiglu}) {
+      for (const std::int64_t num_tokens : {1, 2, 9, 200}) {
+        check_experts(set, dtype, false, gate, num_tokens);
+        check_experts(set, dtype, true, gate, num_tokens);
       }
     }
   }

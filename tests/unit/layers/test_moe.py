@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tokenspeed.kernels.platform import compiled_cpu
+from tokenspeed.kernels.registry import Ok
 from tokenspeed.layers.activation import ClampedSwiglu
 from tokenspeed.layers.build import ONE_RANK, BuildContext
 from tokenspeed.layers.moe import (
@@ -74,8 +76,10 @@ def run(moe: MoE, x_TD: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def new_moe(spec: MoeSpec, names: MoeNames = NAMES, seed: int = 1) -> MoE:
-    moe = MoE(BuildContext("cpu", torch.float32), HIDDEN, spec, names=names)
+def new_moe(spec: MoeSpec, names: MoeNames = NAMES, seed: int = 1, *, one_by_one: bool = False) -> MoE:
+    """one_by_one: without the op that computes all experts."""
+    overrides = {"moe_experts": "reference"} if one_by_one else {}
+    moe = MoE(BuildContext("cpu", torch.float32, overrides), HIDDEN, spec, names=names)
     for index, parameter in enumerate(moe.parameters()):
         parameter.data.copy_(random(*parameter.shape, seed=seed + index) * HIDDEN**-0.5)
     return moe
@@ -149,19 +153,25 @@ def one_expert(moe: MoE, expert: int, x_D: torch.Tensor) -> torch.Tensor:
         hidden = gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
     else:
         gate, up = both.chunk(2)
-        hidden = gate * torch.sigmoid(gate) * up
+        is_silu = activation == "silu_mul"
+        hidden = up * (gate * torch.sigmoid(gate) if is_silu else torch.nn.functional.gelu(gate, approximate="tanh"))
     down = part.down.weight[expert].double() @ hidden
     return down if part.down.bias is None else down + part.down.bias[expert].double()
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 33])
 @pytest.mark.parametrize(
     "experts",
-    [ExpertsSpec(NUM_EXPERTS, FF), ExpertsSpec(NUM_EXPERTS, FF, ClampedSwiglu(limit=0.4), bias=True)],
-    ids=["silu", "clamped-biases"],
+    [
+        ExpertsSpec(NUM_EXPERTS, FF),
+        ExpertsSpec(NUM_EXPERTS, FF, ClampedSwiglu(limit=0.4), bias=True),
+        ExpertsSpec(NUM_EXPERTS, FF, "gelu_tanh_mul"),
+    ],
+    ids=["silu", "clamped-biases", "gelu"],
 )
-def test_grouped_execution_equals_pair_by_pair(num_tokens: int, experts: ExpertsSpec) -> None:
-    moe = new_moe(MoeSpec(SOFTMAX, experts))
+def test_grouped_execution_equals_pair_by_pair(num_tokens: int, experts: ExpertsSpec, one_by_one: bool) -> None:
+    moe = new_moe(MoeSpec(SOFTMAX, experts), one_by_one=one_by_one)
     x_TD = random(num_tokens, HIDDEN, seed=9)
     actual = run(moe, x_TD)
     assert actual.shape == (num_tokens, HIDDEN)
@@ -169,7 +179,7 @@ def test_grouped_execution_equals_pair_by_pair(num_tokens: int, experts: Experts
 
 
 def test_experts_without_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    moe = new_moe(MoeSpec(SOFTMAX, ExpertsSpec(NUM_EXPERTS, FF)))
+    moe = new_moe(MoeSpec(SOFTMAX, ExpertsSpec(NUM_EXPERTS, FF)), one_by_one=True)
     calls: list[tuple[int, int]] = []
     real = moe.experts._expert
     monkeypatch.setattr(moe.experts, "_expert", lambda expert, x: (calls.append((expert, len(x))), real(expert, x))[1])
@@ -177,10 +187,23 @@ def test_experts_without_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch
     assert calls == [(1, 3), (5, 2), (6, 1)]
 
 
+def test_experts_are_one_op_where_a_kernel_has_it() -> None:
+    ctx = BuildContext("cpu", torch.float32)
+    if not isinstance(compiled_cpu(ctx.kernels), Ok):
+        pytest.skip("the compiled kernels are not built")
+    moe = MoE(ctx, HIDDEN, MoeSpec(SOFTMAX, EXPERTS), names=NAMES)
+    assert ctx.bindings["moe_experts"].solution == "cpu"
+    for parameter in moe.parameters():
+        parameter.data.zero_()
+    run(moe, random(2, HIDDEN))
+    assert moe.experts._run != moe.experts._one_by_one
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("scoring", Scoring)
-def test_a_token_has_the_same_bits_whatever_its_neighbours(scoring: Scoring) -> None:
+def test_a_token_has_the_same_bits_whatever_its_neighbours(scoring: Scoring, one_by_one: bool) -> None:
     router = RouterSpec(7, 3, scoring, renormalise=True)
-    moe = new_moe(MoeSpec(router, ExpertsSpec(7, FF), SharedSpec(FF, gated=True)))
+    moe = new_moe(MoeSpec(router, ExpertsSpec(7, FF), SharedSpec(FF, gated=True)), one_by_one=one_by_one)
     x_TD = random(41, HIDDEN, seed=2)
     alone = torch.cat([run(moe, x_TD[token : token + 1]) for token in range(41)])
     assert torch.equal(run(moe, x_TD), alone)

@@ -8,10 +8,11 @@ together, and of the clock; the least of many counts. Prints a line a size and e
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,12 +54,16 @@ def measure(options: argparse.Namespace) -> list[dict[str, float]]:
         routings = itertools.cycle([routing(options, num_tokens) for _ in range(_ROUTINGS)])
         result: dict[str, float] = {"tokens": num_tokens}
         for name, layer in layers.items():
-            took = least(lambda layer=layer, x_TD=x_TD, routings=routings: layer(x_TD, next(routings)), options.seconds)
+            took = least(functools.partial(_call, layer, x_TD, routings), options.seconds)
             result |= {f"{name}_cpu_ms": took[0], f"{name}_wall_ms": took[1]}
         sizes.append(result)
         ratio = result["alone_cpu_ms"] / result["as_one_cpu_ms"]
         print("  ".join(f"{name} {value:.3f}" for name, value in result.items()), f" {ratio:.2f}x", flush=True)
     return sizes
+
+
+def _call(layer: Experts, x_TD: torch.Tensor, routings: Iterator[Routing]) -> None:
+    layer(x_TD, next(routings))
 
 
 def layer_of(options: argparse.Namespace, overrides: dict[str, str]) -> Experts:
@@ -88,7 +93,9 @@ def routing(options: argparse.Namespace, num_tokens: int) -> Routing:
 def least(call: Callable[[], Any], seconds: float) -> tuple[float, float]:
     """Milliseconds of the processor and of the clock."""
     call()
-    until, processor, clock = time.perf_counter() + seconds, [], []
+    until = time.perf_counter() + seconds
+    processor: list[float] = []
+    clock: list[float] = []
     while len(clock) < 3 or time.perf_counter() < until:
         began = time.process_time(), time.perf_counter()
         call()

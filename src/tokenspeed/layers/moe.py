@@ -9,7 +9,7 @@ Dimensions beside those of tokenspeed.layers: E experts, C experts chosen for a 
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -186,6 +186,10 @@ class Experts(nn.Module):
         self.first = self.gate_cut.index[0].start
         self.gate_up = MatrixStack(ctx, (self.num_local, 2 * self.local_ff_size, hidden_size), bias=spec.bias)
         self.down = MatrixStack(ctx, self.down_cut.local_shape, bias=spec.bias)
+        gate_rows, up_rows = gate_and_up_rows(spec.activation, self.local_ff_size)
+        self._gate = _StackPart.of(self.gate_up, gate_rows, self.gate_cut, self.gate_bias_cut)
+        self._up = _StackPart.of(self.gate_up, up_rows, self.gate_cut, self.gate_bias_cut)
+        self._down = _StackPart.of(self.down, slice(None), self.down_cut, self.down_bias_cut)
         self._activate = activate_with(ctx, spec.activation)
         self._prepare = cast("Prepare | None", ctx.bind_better("moe_experts"))
         self._run: MoeExperts | None = None
@@ -234,45 +238,52 @@ class Experts(nn.Module):
         return self.down.product(expert, self._activate(self.gate_up.product(expert, x_MD)))
 
     def _each_slots(self, names: tuple[str, str, str]) -> list[WeightSlot]:
-        gate, up = gate_and_up_rows(self.spec.activation, self.local_ff_size)
-        parts = (
-            (self.gate_up, self.gate_cut, self.gate_bias_cut, gate),
-            (self.gate_up, self.gate_cut, self.gate_bias_cut, up),
-            (self.down, self.down_cut, self.down_bias_cut, slice(None)),
-        )
         slots = []
         for expert in range(self.spec.num_experts):
-            for name, (stack, cut, bias_cut, rows) in zip(names, parts, strict=True):
-                slots.append(self._of_expert(f"{name.format(expert)}.weight", stack.weight, cut, (expert, rows)))
-                if stack.bias is not None:
-                    slots.append(self._of_expert(f"{name.format(expert)}.bias", stack.bias, bias_cut, (expert, rows)))
+            for name, part in zip(names, (self._gate, self._up, self._down), strict=True):
+                slots.append(self._of_expert(f"{name.format(expert)}.weight", part.weights, part.cut, expert))
+                if part.bias is not None:
+                    slots.append(self._of_expert(f"{name.format(expert)}.bias", part.biases, part.bias_cut, expert))
         return slots
 
-    def _of_expert(self, name: str, stack: torch.Tensor, cut: Cut, which: tuple[int, slice]) -> WeightSlot:
+    def _of_expert(self, name: str, targets: Sequence[torch.Tensor], cut: Cut, expert: int) -> WeightSlot:
         """The slot of one expert's tensor, empty where another rank has the expert."""
-        expert, rows = which
         if self.first <= expert < self.first + self.num_local:
-            return slot(name, stack.data[expert - self.first, rows], cut.at(0, expert))
-        return slot(name, stack.data[:0], Cut.nothing(cut.shape[1:]))
+            return slot(name, targets[expert - self.first], cut.at(0, expert))
+        return slot(name, torch.empty(0, *targets[0].shape), Cut.nothing(cut.shape[1:]))
 
     def _stacked_slots(self, names: tuple[str, str], transposed: bool) -> list[WeightSlot]:
         """A tensor for all experts; gate and up are in one, as the activation reads them."""
         gate_up, down = names
-        rows = gate_and_up_rows(self.spec.activation, self.local_ff_size)
         in_whole = gate_and_up_rows(self.spec.activation, self.spec.ff_size)
-        gate_ups = list(zip(rows, in_whole, strict=True))
-        slots = [
-            _stacked(gate_up, self.gate_up.weight.data[:, local], _widened(self.gate_cut, whole), transposed)
-            for local, whole in gate_ups
-        ]
-        slots.append(_stacked(down, self.down.weight.data, self.down_cut, transposed))
-        if self.gate_up.bias is not None and self.down.bias is not None:
-            slots += [
-                slot(f"{gate_up}_bias", self.gate_up.bias.data[:, local], _widened(self.gate_bias_cut, whole))
-                for local, whole in gate_ups
-            ]
-            slots.append(slot(f"{down}_bias", self.down.bias, self.down_bias_cut))
+        gate_ups = list(zip((self._gate, self._up), in_whole, strict=True))
+        slots = [_stacked(gate_up, part.weight, _widened(part.cut, whole), transposed) for part, whole in gate_ups]
+        slots.append(_stacked(down, self._down.weight, self._down.cut, transposed))
+        for part, whole in gate_ups:
+            if part.bias is not None:
+                slots.append(slot(f"{gate_up}_bias", part.bias, _widened(part.bias_cut, whole)))
+        if self._down.bias is not None:
+            slots.append(slot(f"{down}_bias", self._down.bias, self._down.bias_cut))
         return slots
+
+
+@dataclass(frozen=True, slots=True)
+class _StackPart:
+    """Gate, up or down of all experts of this rank, and of each: views that a loader fills. They are made while the
+    numbers have memory; what is packed has none."""
+
+    weight: torch.Tensor
+    weights: tuple[torch.Tensor, ...]
+    cut: Cut
+    bias: torch.Tensor | None
+    biases: tuple[torch.Tensor, ...]
+    bias_cut: Cut
+
+    @classmethod
+    def of(cls, stack: MatrixStack, rows: slice, cut: Cut, bias_cut: Cut) -> _StackPart:
+        weight = stack.weight.data[:, rows]
+        bias = None if stack.bias is None else stack.bias.data[:, rows]
+        return cls(weight, weight.unbind(0), cut, bias, () if bias is None else bias.unbind(0), bias_cut)
 
 
 def _gate_of(spec: ExpertsSpec) -> Gate:

@@ -42,7 +42,6 @@ def decoder_tensors() -> Tensors:
 
 
 def add_decoder_fields(writer: GGUFWriter) -> None:
-    writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(24)
@@ -54,6 +53,7 @@ def add_decoder_fields(writer: GGUFWriter) -> None:
 def save(path: Path, arch: str, tensors: Tensors, more: Callable[[GGUFWriter], None] = lambda writer: None) -> Path:
     writer = GGUFWriter(path, arch)
     add_decoder_fields(writer)
+    writer.add_block_count(2 if any(name.startswith("blk.1") for name in tensors) else 1)
     more(writer)
     for name, values in tensors.items():
         writer.add_tensor(name, values)
@@ -218,16 +218,84 @@ def test_llama3_scaling_is_recognised_by_its_divisors(tmp_path: Path, factor: fl
         opened(tmp_path, "llama", decoder_tensors() | {"rope_freqs.weight": twisted}, more)
 
 
+EXPERTS, EXPERT_FF = 3, 20
+
+
+def expert_tensors() -> Tensors:
+    return decoder_tensors() | {
+        "blk.1.ffn_gate_inp.weight": random(EXPERTS, HIDDEN),
+        "blk.1.ffn_gate_exps.weight": random(EXPERTS, EXPERT_FF, HIDDEN),
+        "blk.1.ffn_up_exps.weight": random(EXPERTS, EXPERT_FF, HIDDEN),
+        "blk.1.ffn_down_exps.weight": random(EXPERTS, HIDDEN, EXPERT_FF),
+        "blk.1.ffn_gate_inp_shexp.weight": random(HIDDEN),
+        "blk.1.ffn_gate_shexp.weight": random(28, HIDDEN),
+    }
+
+
+def add_expert_fields(writer: GGUFWriter) -> None:
+    writer.add_expert_count(EXPERTS)
+    writer.add_expert_used_count(2)
+
+
+def test_experts_in_one_tensor_are_a_tensor_each(tmp_path: Path) -> None:
+    """Under the names of a checkpoint that has them so; a row that was made a vector is one again."""
+    tensors = expert_tensors()
+    source = opened(tmp_path, "qwen2moe", tensors, add_expert_fields)
+    expected = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": False, "mlp_only_layers": [0]}
+    expected |= {"model_type": "qwen2_moe", "qkv_bias": False}
+    # Files of the first half of 2024 do not say how wide these are.
+    expected |= {"moe_intermediate_size": EXPERT_FF, "shared_expert_intermediate_size": 28}
+    assert {name: source.config[name] for name in expected} == expected
+    weights, prefix = source.weights(), "model.layers.1.mlp"
+    for name, gguf_name in (("gate", "ffn_gate"), ("up", "ffn_up"), ("down", "ffn_down")):
+        for expert, values in enumerate(tensors[f"blk.1.{gguf_name}_exps.weight"]):
+            read = weights.read(f"{prefix}.experts.{expert}.{name}_proj.weight", values.shape)
+            np.testing.assert_array_equal(read, values)
+    gate = weights.read(f"{prefix}.shared_expert_gate.weight", (1, HIDDEN))
+    np.testing.assert_array_equal(gate[0], tensors["blk.1.ffn_gate_inp_shexp.weight"])
+    assert not [name for name in weights.infos() or () if name.startswith("blk") or "{" in name]
+
+
+def test_a_llama_with_experts_is_a_mixtral(tmp_path: Path) -> None:
+    """Rows of q and k back in halves, as a llama's."""
+    tensors = {name: values for name, values in expert_tensors().items() if "shexp" not in name}
+    source = opened(tmp_path, "llama", tensors, add_expert_fields)
+    assert (source.config["model_type"], source.config["num_local_experts"]) == ("mixtral", EXPERTS)
+    weights = source.weights()
+    down = weights.read("model.layers.1.block_sparse_moe.experts.2.w2.weight", (HIDDEN, EXPERT_FF))
+    np.testing.assert_array_equal(down, tensors["blk.1.ffn_down_exps.weight"][2])
+    heads = {"q": (HEADS * HEAD_DIM, HIDDEN), "k": (KV_HEADS * HEAD_DIM, HIDDEN)}
+    name = "model.layers.0.self_attn.{}_proj.weight"
+    own = {part: np.copy(weights.read(name.format(part), shape)) for part, shape in heads.items()}
+    dense = opened(tmp_path, "llama", decoder_tensors()).weights()  # in the place of the other file
+    for part, shape in heads.items():
+        np.testing.assert_array_equal(own[part], dense.read(name.format(part), shape))
+
+
+def test_experts_that_do_not_fit_their_metadata_are_faults(tmp_path: Path) -> None:
+    def more(writer: GGUFWriter) -> None:
+        writer.add_expert_count(EXPERTS + 1)
+        writer.add_expert_used_count(2)
+
+    with pytest.raises(CheckpointError, match=r"ffn_\w+_exps.weight has shape .3, .*, not that of 4 experts"):
+        opened(tmp_path, "qwen3moe", expert_tensors(), more).weights()
+    flat = expert_tensors() | {"blk.1.ffn_up_exps.weight": random(EXPERTS, HIDDEN)}
+    with pytest.raises(CheckpointError, match="not that of 3 experts"):
+        opened(tmp_path, "qwen3moe", flat, add_expert_fields).weights()
+    with pytest.raises(CheckpointError, match="no layer has a tensor ffn_gate_exps"):
+        opened(tmp_path, "qwen3moe", decoder_tensors(), add_expert_fields)
+    with pytest.raises(CheckpointError, match=r"lacks qwen3moe\.expert_used_count"):
+        opened(tmp_path, "qwen3moe", expert_tensors(), lambda writer: writer.add_expert_count(EXPERTS))
+
+
 def long_rope(writer: GGUFWriter) -> None:
     writer.add_string("llama.rope.scaling.type", "longrope")
     writer.add_rope_scaling_factor(2.0)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'mamba' is not supported; .*: gemma3, llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba' is not supported; .*: gemma3, llama, qwen2, qwen2moe"):
         opened(tmp_path, "mamba", decoder_tensors())
-    with pytest.raises(UnsupportedModelError, match="experts"):
-        opened(tmp_path, "llama", decoder_tensors(), lambda writer: writer.add_expert_count(8))
     with pytest.raises(UnsupportedModelError, match="one of 3 parts"):
         opened(tmp_path, "llama", decoder_tensors(), lambda writer: writer.add_uint16("split.count", 3))
     with pytest.raises(UnsupportedModelError, match="longrope"):

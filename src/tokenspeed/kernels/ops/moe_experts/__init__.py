@@ -20,8 +20,6 @@ from typing import Protocol
 
 import torch
 
-from tokenspeed.kernels.ops.packed_linear import PackedMatrix
-
 GATES = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
@@ -39,6 +37,18 @@ class Gate:
         assert self.kind in GATES, self.kind
 
 
+class PackedWeight(Protocol):
+    """What is used of packed_linear.PackedMatrix."""
+
+    num_outputs: int
+    num_inputs: int
+    cpu_pieces_P3: torch.Tensor | None
+
+    def __call__(
+        self, x_TD: torch.Tensor, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
     """A matrix (N, D) and perhaps a bias of each expert. weight_END: (E, N, D), contiguous; where `packed` are there,
@@ -46,7 +56,7 @@ class ExpertStack:
 
     weight_END: torch.Tensor
     bias_EN: torch.Tensor | None = None
-    packed: Sequence[PackedMatrix] | None = None
+    packed: Sequence[PackedWeight] | None = None
 
     def __post_init__(self) -> None:
         num_experts, num_outputs, num_inputs = self.weight_END.shape

@@ -131,6 +131,47 @@ def test_rows_that_only_lower_bits_tell_apart(format_name: str, num_whole: int) 
         finder.agrees(heavy(1, 256, seed))
 
 
+def q8_0_of(codes_NI: np.ndarray) -> Piece:
+    """A weight of codes from -128 on, with scales of one."""
+    blocks = np.zeros((len(codes_NI), codes_NI.shape[1] // 32, 34), dtype=np.uint8)
+    blocks[:, :, :2] = np.array([1.0], dtype=np.float16).view(np.uint8)
+    blocks[:, :, 2:] = codes_NI.astype(np.int8).view(np.uint8).reshape(len(codes_NI), -1, 32)
+    return Piece("q8_0", torch.from_numpy(blocks.reshape(len(codes_NI), -1)))
+
+
+def q6_k_of(codes_NI: np.ndarray) -> Piece:
+    """A weight of 256 codes from -32 on, with scales of one."""
+    blocks = np.zeros((len(codes_NI), 210), dtype=np.uint8)
+    blocks[:, 208:] = np.array([1.0], dtype=np.float16).view(np.uint8)
+    blocks[:, 192:208] = 1
+    for i, codes in enumerate((codes_NI + 32).astype(np.uint8).T):
+        half, part, place = i // 128, i % 128 // 32, i % 32
+        blocks[:, 64 * half + 32 * (part % 2) + place] |= (codes & 15) << (4 * (part // 2))
+        blocks[:, 128 + 32 * half + place] |= (codes >> 4) << (2 * part)
+    return Piece("q6_k", torch.from_numpy(blocks))
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_is_no_smaller_than_what_lower_bits_can_do(format_name: str, seed: int) -> None:
+    """Lower bits that all go with the activations, or all against them, reach it. One output promises more by 1.85
+    bounds, and is less in the end by a little."""
+    rng = np.random.default_rng(seed)
+    sign_I = rng.choice((-1, 1), 256)
+    step, num_lower = (16, 28) if format_name == "q8_0" else (4, 22)  # of 32 inputs, where the other's step is lower
+    above_I, below_I = np.where(sign_I > 0, step - 1, 0), np.where(sign_I > 0, 0, step - 1)
+    is_lower_I = np.arange(256) % 32 < num_lower
+    favourite_I, winner_I = below_I, above_I - step * sign_I * is_lower_I
+    assert 0 < int((winner_I - favourite_I) @ sign_I) < step * 256 / 8
+    codes_NI = np.tile(-8 * sign_I, (300, 1))
+    first, second = rng.choice(300, 2, replace=False)
+    codes_NI[first], codes_NI[second] = favourite_I, winner_I
+    finder = Finder(matrix_of((q8_0_of if format_name == "q8_0" else q6_k_of)(codes_NI)))
+    x_TD = torch.from_numpy(sign_I.astype(np.float32))[None]
+    finder.agrees(x_TD)
+    assert finder(x_TD)[0].tolist() == [second]
+
+
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_of_equal_ones_the_first(format_name: str) -> None:
     piece = drawn(format_name, 90, 256)

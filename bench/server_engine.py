@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from tokenspeed.core.ipc import EngineInfo, EngineStats, Start, Submit, Updates, encode_frame
-from tokenspeed.core.request import FinishReason, SequenceUpdate, pack_ids
+from tokenspeed.core.request import FinishReason, SequenceUpdate
 from tokenspeed.engine.channel import Channel
 
 STATS = EngineStats(num_running=256, used_blocks=4096, total_blocks=65536, generated_tokens=1_000_000, num_steps=10_000)
@@ -36,8 +36,9 @@ def info() -> EngineInfo:
 
 def tokens_message(handles: Sequence[int], token_ids: Sequence[int]) -> Updates:
     """What a step of decoding says: equally many tokens for each sequence."""
-    counts = [len(token_ids) // len(handles)] * len(handles)
-    return Updates((), STATS, pack_ids(handles), pack_ids(counts), pack_ids(token_ids))
+    num_each = len(token_ids) // len(handles)
+    counts = [num_each] * len(handles) if num_each > 1 else []
+    return Updates(handles=list(handles), token_ids=list(token_ids), counts=counts)
 
 
 class StandIn:
@@ -81,7 +82,7 @@ class StandIn:
             SequenceUpdate(request_id=submit.request.request_id, finish_reason=FinishReason.LENGTH)
             for submit in self._submits
         ]
-        return encode_frame(Updates(tuple(updates), STATS))
+        return encode_frame(Updates(updates=tuple(updates), stats=STATS))
 
     def send(self, frame: bytes) -> None:
         """Say it."""

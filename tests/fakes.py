@@ -197,11 +197,9 @@ class FakeControl:
     def transfer_done(self, lease: int, ok: bool) -> None:
         self.transfers.append((lease, ok))
 
-    def tick(self, now_ms: int) -> None:
+    def apply(self, now_ms: int) -> list[FakeRefusal]:
         assert now_ms >= self._now_ms
         self._now_ms = now_ms
-
-    def apply(self) -> list[FakeRefusal]:
         refusals = []
         for sequence in self._queued:
             needed = len(sequence.prompt) + 1
@@ -273,7 +271,7 @@ class FakeControl:
         events, self._events = self._events, []
         rows = [(s.key.index, s.key.generation, len(ids), code, 0) for s, ids, code in events]
         token_ids = [token_id for _, ids, _ in events for token_id in ids]
-        return SequenceEvents(np.array(rows, np.int32).reshape(-1, 5), np.array(token_ids, np.int32))
+        return SequenceEvents(rows, token_ids)
 
     def take_kv_events(self) -> KvEvents:
         return self.kv_events.pop(0) if self.kv_events else NO_KV_EVENTS

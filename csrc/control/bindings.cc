@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -32,8 +33,37 @@ using Int32Input = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb
 
 std::span<const std::int32_t> span_of(const Int32Input& array) { return {array.data(), array.size()}; }
 
+// The memory of an int32 array that is contiguous. Asked for by itself where it is asked for in every step: a caster
+// goes a longer way, which is cold by then.
+class Int32Values {
+ public:
+  Int32Values(nb::handle array, const char* name) {
+    if (PyObject_GetBuffer(array.ptr(), &buffer_, PyBUF_ND | PyBUF_FORMAT) != 0) {
+      PyErr_Clear();
+      throw nb::type_error(name);
+    }
+    if (buffer_.ndim != 1 || buffer_.itemsize != sizeof(std::int32_t) || std::string_view(buffer_.format) != "i") {
+      PyBuffer_Release(&buffer_);
+      throw nb::type_error(name);
+    }
+  }
+  ~Int32Values() { PyBuffer_Release(&buffer_); }
+  Int32Values(const Int32Values&) = delete;
+  Int32Values& operator=(const Int32Values&) = delete;
+
+  [[nodiscard]] std::span<const std::int32_t> values() const {
+    return {static_cast<const std::int32_t*>(buffer_.buf), static_cast<std::size_t>(buffer_.shape[0])};
+  }
+
+ private:
+  Py_buffer buffer_{};
+};
+
 template <std::size_t Width>
-nb::object view(FlatBuffer<Width>& buffer, nb::handle owner) {
+nb::object view(FlatBuffer<Width>& buffer, nb::handle owner, nb::handle nothing) {
+  if (buffer.num_rows() == 0) {
+    return nb::borrow(nothing);
+  }
   if constexpr (Width == 1) {
     return nb::cast(nb::ndarray<nb::numpy, std::int32_t>(buffer.data(), {buffer.num_rows()}, owner));
   } else {
@@ -41,34 +71,43 @@ nb::object view(FlatBuffer<Width>& buffer, nb::handle owner) {
   }
 }
 
-nb::tuple plan_tuple(StepPlan& plan, nb::handle owner) {
-  return nb::make_tuple(plan.step_id.value(), view(plan.rows, owner), view(plan.token_ids, owner),
-                        view(plan.seated, owner), view(plan.page_delta, owner), view(plan.zero, owner),
-                        view(plan.copy, owner), view(plan.load, owner), view(plan.store, owner));
+nb::tuple plan_tuple(StepPlan& plan, nb::handle owner, const nb::tuple& nothing) {
+  return nb::make_tuple(plan.step_id.value(), view(plan.rows, owner, nothing[0]),
+                        view(plan.token_ids, owner, nothing[1]), view(plan.seated, owner, nothing[2]),
+                        view(plan.page_delta, owner, nothing[3]), view(plan.zero, owner, nothing[4]),
+                        view(plan.copy, owner, nothing[5]), view(plan.load, owner, nothing[6]),
+                        view(plan.store, owner, nothing[7]));
 }
 
-nb::object next_plan(nb::handle_t<Scheduler> self) {
+// nothing: what stands for each array that has no rows. Most have none, and to make one takes longer than to plan.
+nb::object next_plan(nb::handle_t<Scheduler> self, const nb::tuple& nothing) {
   auto& scheduler = nb::cast<Scheduler&>(self);
   StepPlan* plan = nullptr;
   {
     const nb::gil_scoped_release release;
     plan = scheduler.next_plan();
   }
-  return plan == nullptr ? nb::none() : nb::object(plan_tuple(*plan, self));
+  return plan == nullptr ? nb::none() : nb::object(plan_tuple(*plan, self, nothing));
 }
 
-void advance(Scheduler& scheduler, std::int64_t step_id, const Int32Input& accepted_offsets,
-             const Int32Input& token_ids, const Int32Input& row_faults, bool fault) {
+void advance(Scheduler& scheduler, std::int64_t step_id, nb::handle accepted_offsets, nb::handle token_ids,
+             nb::handle row_faults, bool fault) {
+  const Int32Values offsets(accepted_offsets, "accepted_offsets is no contiguous int32 array of one dimension");
+  const Int32Values tokens(token_ids, "token_ids is no contiguous int32 array of one dimension");
+  const Int32Values faults(row_faults, "row_faults is no contiguous int32 array of one dimension");
   const StepResult result{.step_id = StepId(step_id),
-                          .accepted_offsets = span_of(accepted_offsets),
-                          .token_ids = span_of(token_ids),
-                          .row_faults = span_of(row_faults),
+                          .accepted_offsets = offsets.values(),
+                          .token_ids = tokens.values(),
+                          .row_faults = faults.values(),
                           .fault = fault};
   const nb::gil_scoped_release release;
   scheduler.advance(result);
 }
 
-nb::list apply(Scheduler& scheduler) {
+nb::list apply(Scheduler& scheduler, std::optional<std::int64_t> now_ms) {
+  if (now_ms) {
+    scheduler.enqueue(Tick{.now_ms = *now_ms});
+  }
   std::vector<Refusal> refusals;
   {
     const nb::gil_scoped_release release;
@@ -149,9 +188,20 @@ nb::object copied(const std::vector<T>& values, std::size_t width) {
   return nb::cast(nb::ndarray<nb::numpy, T>(data->data(), {data->size() / width, width}, owner));
 }
 
+constexpr std::size_t kEventWidth = 5;
+
 nb::tuple take_events(Scheduler& scheduler) {
   const SequenceEvents& events = scheduler.take_events();
-  return nb::make_tuple(copied(events.rows, 5), copied(events.token_ids, 1));
+  nb::list rows;
+  for (std::size_t at = 0; at < events.rows.size(); at += kEventWidth) {
+    const std::int32_t* row = events.rows.data() + at;
+    rows.append(nb::make_tuple(row[0], row[1], row[2], row[3], row[4]));
+  }
+  nb::list token_ids;
+  for (const std::int32_t token_id : events.token_ids) {
+    token_ids.append(token_id);
+  }
+  return nb::make_tuple(rows, token_ids);
 }
 
 nb::tuple take_kv_events(Scheduler& scheduler) {
@@ -228,10 +278,9 @@ void bind(nb::module_& module) {
       .def("transfer_done", [](Scheduler& self, std::int64_t lease,
                                bool ok) { self.enqueue(TransferDone{.lease = LeaseId(lease), .ok = ok}); })
       .def("tick", [](Scheduler& self, std::int64_t now_ms) { self.enqueue(Tick{.now_ms = now_ms}); })
-      .def("apply", &apply)
-      .def("next_plan", &next_plan)
-      .def("advance", &advance, "step_id"_a, "accepted_offsets"_a.noconvert(), "token_ids"_a.noconvert(),
-           "row_faults"_a.noconvert(), "fault"_a)
+      .def("apply", &apply, "now_ms"_a.none())
+      .def("next_plan", &next_plan, "nothing"_a)
+      .def("advance", &advance, "step_id"_a, "accepted_offsets"_a, "token_ids"_a, "row_faults"_a, "fault"_a)
       .def("take_events", &take_events)
       .def("take_kv_events", &take_kv_events)
       .def("stats", &stats)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from tokenspeed.control._control import CheckError, Scheduler
 from tokenspeed.core.plan import (
     CacheGroup,
@@ -24,6 +26,19 @@ from tokenspeed.core.plan import (
 from tokenspeed.core.request import ContentSpan, Retention
 
 __all__ = ["CheckError", "ControlPlane", "Refusal"]
+
+
+_PLAN_WIDTHS = (5, None, 3, 4, 2, 3, 4, 4)
+"""Columns of a plan's arrays in the order of its fields, None for the one of one dimension."""
+
+
+def _nothing(width: int | None) -> Int32Array:
+    array = np.zeros(0 if width is None else (0, width), dtype=np.int32)
+    array.flags.writeable = False
+    return array
+
+
+_NOTHING = tuple(_nothing(width) for width in _PLAN_WIDTHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +172,19 @@ class ControlPlane:
         """Queues the time, which never goes back."""
         self._scheduler.tick(now_ms)
 
-    def apply(self) -> list[Refusal]:
-        """Checks the whole queued batch, then applies it in order. Where one event is invalid none is applied, the
-        batch is dropped and CheckError is raised. A refused request has ended; its index may be used again."""
+    def apply(self, now_ms: int | None = None) -> list[Refusal]:
+        """Checks the whole queued batch, to which now_ms is added as by tick(), then applies it in order. Where one
+        event is invalid none is applied, the batch is dropped and CheckError is raised. A refused request has ended;
+        its index may be used again."""
         return [
             Refusal(RequestKey(index, generation), needed, capacity)
-            for index, generation, needed, capacity in self._scheduler.apply()
+            for index, generation, needed, capacity in self._scheduler.apply(now_ms)
         ]
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None where nothing can run before a result or an event comes. At most two steps may be
-        in flight. Its arrays are views that the next plan but one overwrites."""
-        plan = self._scheduler.next_plan()
+        in flight. Its arrays are views that the next plan but one overwrites, those without rows the same for all."""
+        plan = self._scheduler.next_plan(_NOTHING)
         return None if plan is None else StepPlan(*plan)
 
     def advance(self, result: StepResult) -> None:
@@ -179,9 +195,8 @@ class ControlPlane:
         )
 
     def take_events(self) -> SequenceEvents:
-        """What changed for sequences since the last call, in order; the arrays are the caller's."""
-        rows, token_ids = self._scheduler.take_events()
-        return SequenceEvents(rows, token_ids)
+        """What changed for sequences since the last call, in order."""
+        return SequenceEvents(*self._scheduler.take_events())
 
     def take_kv_events(self) -> KvEvents:
         """What the prefix index gained and lost since the last call; the arrays are the caller's."""

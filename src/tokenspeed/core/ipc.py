@@ -161,18 +161,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_step_tokens: int = 0
 
 
-class Updates(msgspec.Struct, frozen=True, tag=True):
-    """What a step changed, and the counters after it. An empty one with no running request is the heartbeat.
+class Updates(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """What a step changed. An empty one with no running request is the heartbeat.
 
-    handles, counts, token_ids: packed int32, see core.request.pack_ids; the i-th sequence got counts[i] more tokens of
-    token_ids, and there is no other news of it. They come before `updates`, which holds all other sequences.
+    handles, token_ids, counts: the i-th sequence got counts[i] more tokens of token_ids, at least one, or one each
+    where counts is empty, and there is no other news of it. They come before `updates`, which holds all other
+    sequences. stats: the counters now; None where there is no news but such tokens and they were told a moment ago.
     """
 
-    updates: tuple[SequenceUpdate, ...]
-    stats: EngineStats
-    handles: bytes = b""
-    counts: bytes = b""
-    token_ids: bytes = b""
+    handles: list[int] = []
+    token_ids: list[int] = []
+    updates: tuple[SequenceUpdate, ...] = ()
+    stats: EngineStats | None = None
+    counts: list[int] = []
 
 
 class CacheChanges(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -173,12 +173,13 @@ class StepResult(msgspec.Struct, frozen=True):
 class SequenceEvents(msgspec.Struct, frozen=True):
     """What changed for sequences since the events were last taken.
 
-    rows: (n, 5), see EventField. token_ids: (sum of NUM_TOKENS,), in row order. CACHED_LEN is the number of
-    prompt tokens served from the prefix cache when the sequence was first admitted.
+    rows: n rows of five, see EventField. token_ids: (sum of NUM_TOKENS,), in row order. CACHED_LEN is the number of
+    prompt tokens served from the prefix cache when the sequence was first admitted. Lists and not arrays: they are
+    made in every step and read one by one.
     """
 
-    rows: Int32Array
-    token_ids: Int32Array
+    rows: list[tuple[int, int, int, int, int]]
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from tokenspeed.core.ipc import (
@@ -57,6 +56,8 @@ from tokenspeed.engine.sequences import PromptLogprobs, RecordBook
 from tokenspeed.engine.step_sizes import StepSizes
 
 HEARTBEAT_S = 1.0
+STATS_EVERY_MS = 50
+"""Counters come with other news than tokens, and at least so often: to tell them takes as long as to tell a token."""
 _TRANSFER_POLL_S = 0.001
 _SEAT, _QUERY_LEN = int(RowField.SEAT), int(RowField.QUERY_LEN)
 
@@ -96,8 +97,7 @@ class Control(Protocol):
     def retain(self, key: RequestKey, deadline_ms: int) -> None: ...
     def release(self, key: RequestKey) -> None: ...
     def transfer_done(self, lease: int, ok: bool) -> None: ...
-    def tick(self, now_ms: int) -> None: ...
-    def apply(self) -> Sequence[Refusal]: ...
+    def apply(self, now_ms: int) -> Sequence[Refusal]: ...
     def next_plan(self) -> StepPlan | None: ...
     def advance(self, result: StepResult) -> None: ...
     def take_events(self) -> SequenceEvents: ...
@@ -146,8 +146,7 @@ class Messages(Protocol):
     def send(self, message: FromEngine) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
+class _InFlight(msgspec.Struct, frozen=True):
     """A launched step, whose row is whose, and the transfers that it was to make."""
 
     step_id: int
@@ -186,6 +185,7 @@ class EngineLoop:
         self._leases: set[int] = set()
         self._sizes = StepSizes()
         self._pause_s = 0.0
+        self._stats_due_ms = 0
         self._running = True
 
     def run(self) -> None:
@@ -198,29 +198,40 @@ class EngineLoop:
         """One turn: take messages (waiting up to wait_s), plan, launch, collect, report. True when nothing is left to
         do before the next message."""
         for message in self._messages.receive(max(wait_s, self._pause_s)):
+            self._stats_due_ms = 0
             self._receive(message)
         if self._leases and not self._in_flight:
             self._end_transfers(self._runner.poll_transfers())
-        updates = self._apply()
+        now_ms = self._now_ms()
+        updates = [self._refuse(refusal) for refusal in self._control.apply(now_ms)]
         plan = self._control.next_plan()
         if plan is not None:
-            updates += self._started(plan)
+            if len(plan.seated):
+                updates += self._started(plan)
             self._in_flight.append(self._launch(plan))
         collects = bool(self._in_flight) and (plan is None or len(self._in_flight) > self._overlap_depth)
         if collects:
             self._collect(self._in_flight.popleft())
-        tokens = _Tokens()
-        updates += self._take_updates(tokens)
         # A result may have freed what the next plan waits for, so after one there is always another turn.
         stalled = plan is None and not collects
         blocked = stalled and not self._leases
         self._pause_s = _TRANSFER_POLL_S if stalled and self._leases else 0.0
-        if updates or tokens.handles or blocked or collects:
-            stats = _engine_stats(self._control.stats(), self._sizes)
-            self._messages.send(Updates(tuple(updates), stats, *tokens.packed()))
+        self._report(updates, now_ms, is_due=blocked or collects)
         if self._cache_watch is not None:
             self._tell_cache(self._cache_watch.changes(self._control.take_kv_events()))
         return blocked
+
+    def _report(self, updates: list[SequenceUpdate], now_ms: int, *, is_due: bool) -> None:
+        """Tell the news there is; is_due: also that there is none."""
+        tokens = _Tokens()
+        updates += self._take_updates(tokens)
+        if not (updates or tokens.handles or is_due):
+            return
+        stats = None
+        if updates or not tokens.handles or now_ms >= self._stats_due_ms:
+            stats = _engine_stats(self._control.stats(), self._sizes)
+            self._stats_due_ms = now_ms + STATS_EVERY_MS
+        self._messages.send(Updates(tokens.handles, tokens.token_ids, tuple(updates), stats, tokens.counts()))
 
     def _receive(self, message: ToEngine) -> None:
         match message:
@@ -289,10 +300,6 @@ class EngineLoop:
         else:
             self._control.finish(record.key, keep_tokens)
 
-    def _apply(self) -> list[SequenceUpdate]:
-        self._control.tick(self._now_ms())
-        return [self._refuse(refusal) for refusal in self._control.apply()]
-
     def _refuse(self, refusal: Refusal) -> SequenceUpdate:
         record = self._book.remove(refusal.key)
         return SequenceUpdate(
@@ -304,7 +311,7 @@ class EngineLoop:
 
     def _launch(self, plan: StepPlan) -> _InFlight:
         seatings = [self._seat(seat, RequestKey(index, gen)) for seat, index, gen in _rows(plan.seated)]
-        rows = plan.rows.tolist()
+        rows = _rows(plan.rows)
         keys = tuple([self._seats[row[_SEAT]] for row in rows])
         try:
             handle = self._runner.launch(plan, seatings)
@@ -313,12 +320,13 @@ class EngineLoop:
         if keys:
             self._sizes.note(sum([row[_QUERY_LEN] for row in rows]))
         leases = leases_of(plan)
-        self._leases.update(leases)
+        if leases:
+            self._leases.update(leases)
         return _InFlight(plan.step_id, keys, leases, handle)
 
     def _started(self, plan: StepPlan) -> list[SequenceUpdate]:
         """News of the requests whose first step this is."""
-        keys = [RequestKey(index, gen) for _, index, gen in _rows(plan.seated)]
+        keys = [RequestKey(index, gen) for _, index, gen in plan.seated.tolist()]
         return [update for key in keys if (update := self._book.get(key).started()) is not None]
 
     def _seat(self, seat: int, key: RequestKey) -> Seating:
@@ -352,9 +360,9 @@ class EngineLoop:
     def _take_updates(self, tokens: _Tokens) -> list[SequenceUpdate]:
         """The updates of sequences of which there is more news than tokens; those of the others go to `tokens`."""
         events = self._control.take_events()
-        token_ids = events.token_ids.tolist()
+        token_ids = events.token_ids
         updates, start = [], 0
-        for index, generation, num_tokens, finish, cached_len in events.rows.tolist():
+        for index, generation, num_tokens, finish, cached_len in events.rows:
             end = start + num_tokens
             record = self._book.at(index, generation)
             new_ids = token_ids[start:end]
@@ -374,17 +382,18 @@ class _Tokens:
     """Tokens of sequences of which there is no other news; see core.ipc.Updates."""
 
     def __init__(self) -> None:
-        self.handles = array("i")
-        self._counts = array("i")
-        self._token_ids = array("i")
+        self.handles: list[int] = []
+        self.token_ids: list[int] = []
+        self._counts: list[int] = []
 
     def add(self, handle: int, token_ids: list[int]) -> None:
         self.handles.append(handle)
         self._counts.append(len(token_ids))
-        self._token_ids.extend(token_ids)
+        self.token_ids += token_ids
 
-    def packed(self) -> tuple[bytes, bytes, bytes]:
-        return self.handles.tobytes(), self._counts.tobytes(), self._token_ids.tobytes()
+    def counts(self) -> list[int]:
+        """How many each has; nothing where each has one."""
+        return self._counts if len(self.token_ids) != len(self.handles) else []
 
 
 class _FailedLaunch:
@@ -410,6 +419,8 @@ def _faulted(step_id: int, num_rows: int) -> StepResult:
 
 def leases_of(plan: StepPlan) -> tuple[int, ...]:
     """One for each transfer of the plan; a transfer may have many rows."""
+    if not len(plan.load) and not len(plan.store):
+        return ()
     return tuple(dict.fromkeys([row[0] for row in (*_rows(plan.load), *_rows(plan.store))]))
 
 

@@ -38,7 +38,7 @@ from tokenspeed.core.ipc import (
     decode_from_engine,
     encode_frame,
 )
-from tokenspeed.core.request import EngineRequest, SequenceUpdate, unpack_ids
+from tokenspeed.core.request import EngineRequest, SequenceUpdate
 from tokenspeed.engine.process import Engine
 
 ProgressFn = Callable[[str, int, int, str], None]
@@ -304,7 +304,8 @@ class EngineClient:
 
     def _dispatch(self, message: Updates) -> None:
         self._progress_at = time.monotonic()
-        self.stats = message.stats
+        if message.stats is not None:
+            self.stats = message.stats
         if message.handles:
             self._dispatch_tokens(message)
         for update in message.updates:
@@ -319,9 +320,9 @@ class EngineClient:
                 self._broke(update.request_id, known[1])
 
     def _dispatch_tokens(self, message: Updates) -> None:
-        token_ids, counts = unpack_ids(message.token_ids), unpack_ids(message.counts)
-        pieces = zip(token_ids, strict=True) if len(token_ids) == len(counts) else _cut(token_ids, counts)
-        found = map(self._by_handle.get, unpack_ids(message.handles))
+        token_ids, counts = message.token_ids, message.counts
+        pieces = _cut(token_ids, counts) if counts else zip(token_ids, strict=True)
+        found = map(self._by_handle.get, message.handles)
         for known, piece in zip(found, pieces, strict=True):
             if known is None:
                 continue  # as in _dispatch

@@ -108,11 +108,11 @@ class Driver:
     def take_events(self) -> None:
         events = self.plane.take_events()
         start = 0
-        for index, generation, num_tokens, finish, cached_len in events.rows.tolist():
+        for index, generation, num_tokens, finish, cached_len in events.rows:
             key = RequestKey(index, generation)
             sequence = self.sequences[key]
             assert sequence.finish is FinishCode.NONE, key
-            sequence.generated += events.token_ids[start : start + num_tokens].tolist()
+            sequence.generated += events.token_ids[start : start + num_tokens]
             start += num_tokens
             sequence.finish = FinishCode(finish)
             sequence.cached_len = cached_len

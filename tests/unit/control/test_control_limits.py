@@ -146,15 +146,21 @@ def test_a_prompt_that_is_no_int32_array_is_a_type_error(new_driver, kind):
 
 
 @pytest.mark.parametrize("place", ["accepted_offsets", "token_ids", "row_faults"])
-@pytest.mark.parametrize("kind", ["int64", "float", "bool", "uint32", "None"])
+@pytest.mark.parametrize("kind", ["int64", "float", "bool", "uint32", ">i4", "matrix", "None"])
 def test_a_result_that_is_no_int32_array_is_a_type_error(new_driver, place, kind):
     driver = new_driver()
     key = driver.submit(0, range(10), 3)
     driver.apply()
     plan = driver.plan()
     arrays = {"accepted_offsets": ids(0, 1), "token_ids": ids(5), "row_faults": ids(0)}
-    arrays[place] = None if kind == "None" else arrays[place].astype(np.dtype(kind))
-    with pytest.raises(TypeError):
+    match kind:
+        case "None":
+            arrays[place] = None
+        case "matrix":
+            arrays[place] = arrays[place].reshape(1, -1)
+        case _:
+            arrays[place] = arrays[place].astype(np.dtype(kind))
+    with pytest.raises(TypeError, match=place):
         driver.plane.advance(StepResult(plan.step_id, **arrays))
     driver.advance()
     driver.run()

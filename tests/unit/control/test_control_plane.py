@@ -270,6 +270,28 @@ def test_plan_arrays_are_views_of_two_buffers_in_turn(new_driver):
     assert not np.shares_memory(plans[0].rows, plans[1].rows)
 
 
+def test_arrays_without_rows_are_the_same_in_all_plans_and_nobody_writes_to_them(new_driver):
+    driver = new_driver()
+    driver.submit(0, range(10), 8)
+    driver.apply()
+    plans = [driver.step() for _ in range(3)]
+    widths = {"token_ids": (), "seated": (3,), "zero": (2,), "copy": (3,), "load": (4,), "store": (4,)}
+    for name, width in widths.items():
+        first, second = getattr(plans[1], name), getattr(plans[2], name)
+        assert first is second and first.shape == (0, *width) and first.dtype == np.int32
+        assert not first.flags.writeable
+
+
+def test_the_time_may_come_with_the_batch(new_driver):
+    driver = new_driver()
+    key = driver.submit(0, range(10), 100, deadline_ms=5)
+    assert driver.plane.apply(4) == []
+    driver.step()
+    assert driver.plane.apply(5) == []
+    driver.run()
+    assert driver.sequences[key].finish is FinishCode.DEADLINE
+
+
 def test_statistics_add_up(new_driver):
     driver = new_driver()
     for generation in range(2):

@@ -65,7 +65,7 @@ def test_what_the_engine_is_told(message: ToEngine) -> None:
 
 
 def test_what_the_engine_says() -> None:
-    message: FromEngine = Updates((), STATS)
+    message: FromEngine = Updates(stats=STATS)
     (body,) = FrameBuffer().feed(encode_frame(message))
     assert decode_from_engine(body) == message
 

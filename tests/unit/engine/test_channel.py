@@ -39,7 +39,7 @@ def test_a_peer_that_went_is_noticed() -> None:
     with pytest.raises(ChannelClosedError):
         channel.receive(1.0)
     with pytest.raises(ChannelClosedError):
-        channel.send(Updates((), EngineStats()))
+        channel.send(Updates(stats=EngineStats()))
     channel.close()
 
 

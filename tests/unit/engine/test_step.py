@@ -10,6 +10,7 @@ from fakes import EOS, FakeControl, FakeMessages, FakeRunner
 from tokenspeed.core.ipc import (
     STEP_TOKEN_BOUNDS,
     Cancel,
+    EngineStats,
     Finish,
     Release,
     Retain,
@@ -29,7 +30,7 @@ from tokenspeed.core.request import (
     unpack_ids,
 )
 from tokenspeed.engine.sequences import RecordBook
-from tokenspeed.engine.step import EngineLoop
+from tokenspeed.engine.step import STATS_EVERY_MS, EngineLoop
 
 KEEP = Retention("session", 30.0)
 
@@ -50,8 +51,8 @@ def handle_of(request_id: str) -> int:
 
 def updates_of(message: Updates) -> list[tuple[int, SequenceUpdate]]:
     """All news of a message, with the handles of the sequences."""
-    token_ids, updates = unpack_ids(message.token_ids), []
-    for handle, count in zip(unpack_ids(message.handles), unpack_ids(message.counts), strict=True):
+    token_ids, updates = list(message.token_ids), []
+    for handle, count in zip(message.handles, message.counts or [1] * len(message.handles), strict=True):
         updates.append((handle, SequenceUpdate(request_id="", token_ids=tuple(token_ids[:count]))))
         del token_ids[:count]
     assert not token_ids
@@ -204,7 +205,32 @@ def test_idle_waits_and_reports() -> None:
     harness = Harness([request("a", max_tokens=1)], [], [], [Shutdown()])
     harness.loop.run()
     assert harness.messages.waits[0] > 0 and harness.messages.waits[-1] > 0
-    assert harness.messages.sent[-1] == Updates((), harness.messages.sent[-1].stats)  # type: ignore[union-attr]
+    assert harness.messages.sent[-1] == Updates(stats=harness.messages.sent[-1].stats)  # type: ignore[union-attr]
+
+
+def test_counters_come_with_news_and_in_their_time() -> None:
+    """Tokens alone bring none, but where the last ones are old or the API process has said something."""
+    harness = Harness([request("a", max_tokens=100)])
+
+    def told(ms_later: int, *messages: ToEngine) -> EngineStats | None:
+        harness.now_ms += ms_later
+        harness.messages.turns.append(list(messages))
+        harness.loop.turn(0.0)
+        (*_, last) = harness.messages.sent
+        assert isinstance(last, Updates) and len(last.handles) == 1
+        return last.stats
+
+    while not (harness.messages.sent and harness.messages.sent[-1].handles):  # type: ignore[union-attr]
+        harness.loop.turn(0.0)
+    told(STATS_EVERY_MS)
+    assert told(STATS_EVERY_MS - 1) is None
+    due = told(1)
+    assert due is not None and due.num_running == 1
+    assert told(1) is None
+    assert told(1, Cancel("nobody")) is not None
+    harness.send(Cancel("a"))
+    last = harness.messages.sent[-1]
+    assert isinstance(last, Updates) and last.stats is not None and last.stats.num_running == 0
 
 
 def test_one_message_a_step() -> None:
@@ -369,8 +395,8 @@ def test_further_tokens_go_by_handle_and_all_else_by_name() -> None:
     harness = Harness([request("a", max_tokens=3), request("b", max_tokens=3, logprobs=1)]).settle()
     sent = [message for message in harness.messages.sent if isinstance(message, Updates)]
     by_handle = [message for message in sent if message.handles]
-    assert [unpack_ids(message.handles) for message in by_handle] == [[handle_of("a")]]
-    assert unpack_ids(by_handle[0].token_ids) == [ord("b")]
+    assert [message.handles for message in by_handle] == [[handle_of("a")]]
+    assert (by_handle[0].token_ids, by_handle[0].counts) == ([ord("b")], [])
     named = [(update.request_id, update.token_ids) for message in sent for update in message.updates]
     assert [ids for name, ids in named if name == "a"] == [(), (ord("a"),), (ord("c"),)], "the first, and the end"
     assert len([ids for name, ids in named if name == "b" and ids]) == 3, "log-probabilities are more than tokens"

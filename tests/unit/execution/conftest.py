@@ -242,10 +242,10 @@ class Loop:
                 finished[index].prompt_logprobs[prompt.start :] = prompt.entries
         events = self.control.take_events()
         start = 0
-        for row in events.rows.tolist():
+        for row in events.rows:
             request = finished[row[EventField.REQUEST_INDEX]]
             end = start + row[EventField.NUM_TOKENS]
-            request.token_ids.extend(events.token_ids[start:end].tolist())
+            request.token_ids.extend(events.token_ids[start:end])
             request.cached_len = max(request.cached_len, row[EventField.CACHED_LEN])
             request.finish = FinishCode(row[EventField.FINISH])
             start = end

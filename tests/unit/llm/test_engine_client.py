@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from fakes import EOS, FakeRunner, FakeWorker
+from fakes import EOS, FakeRunner, FakeWorker, engine_info
 from tokenspeed.core.config import EngineConfig, ParallelConfig
 from tokenspeed.core.errors import CapacityError, EngineDeadError, StartError, TokenSpeedError
-from tokenspeed.core.ipc import StartFailed
+from tokenspeed.core.ipc import EngineStats, Shutdown, StartFailed, Submit, Updates
 from tokenspeed.core.request import EngineRequest, SamplingParams, SequenceUpdate, pack_ids
+from tokenspeed.engine.channel import Channel
 from tokenspeed.engine.process import InProcessEngine
 from tokenspeed.llm.engine_client import EngineClient, ProgressFn
 
@@ -75,6 +77,38 @@ def test_handshake_progress_and_dispatch() -> None:
             assert [update.request_id for update in sink.updates] == [name] * 5
         assert client.num_live == 0
         await client.stop()
+        await client.stop()
+
+    run(scenario())
+
+
+def test_tokens_are_dealt_by_their_counts_and_counters_stay_until_the_next() -> None:
+    """Several for one sequence and one for another; then one each."""
+
+    def worker(sock: socket.socket) -> int:
+        channel = Channel(sock)
+        channel.receive(10.0)
+        channel.send(engine_info())
+        handles: list[int] = []
+        while len(handles) < 2:
+            handles += [message.handle for message in channel.receive(10.0) if isinstance(message, Submit)]
+        stats = EngineStats(num_running=2)
+        channel.send(Updates(handles=handles, token_ids=[5, 6, 7], counts=[2, 1], stats=stats))
+        channel.send(Updates(handles=handles[::-1], token_ids=[8, 9]))
+        while not any(isinstance(message, Shutdown) for message in channel.receive(10.0)):
+            pass
+        return 0
+
+    async def scenario() -> None:
+        client = await EngineClient.start(lambda: InProcessEngine(worker), EngineConfig())
+        sinks = [Sink(), Sink()]
+        for name, sink in zip("ab", sinks, strict=True):
+            client.submit(request(name), sink)
+        for sink in sinks:
+            await sink.until(2)
+        told = [[update.token_ids for update in sink.updates] for sink in sinks]
+        assert told == [[(5, 6), (9,)], [(7,), (8,)]]
+        assert client.stats.num_running == 2
         await client.stop()
 
     run(scenario())

@@ -32,8 +32,7 @@ from tokenspeed.spmd.step import StepInput
 
 Int64Array = NDArray[np.int64]
 _PREFILL, _DECODE = int(RowKind.PREFILL), int(RowKind.DECODE)
-_UNCHANGING = np.array([field for field in RowField if field != RowField.CONTEXT_LEN])
-"""What stays the same of a row that decodes, step after step."""
+_CONTEXT_LEN = int(RowField.CONTEXT_LEN)
 
 
 class OwnRows(msgspec.Struct, frozen=True):
@@ -176,7 +175,9 @@ class InputBuffers:
         """The step of this plan. Decode rows come first in each partition."""
         if len(plan.token_ids) or not len(plan.rows):
             return self._read(plan)[0]
-        unchanging = plan.rows.take(_UNCHANGING, axis=1).tobytes()
+        rows = plan.rows.copy()
+        rows[:, _CONTEXT_LEN] = 0  # all else stays the same of a row that decodes, step after step
+        unchanging = rows.tobytes()
         if self._decoded is not None and self._decoded[0] == unchanging:
             return self._decodes_again(*self._decoded[1:])
         inputs, own = self._read(plan)
@@ -216,6 +217,10 @@ class InputBuffers:
         context_lens_R = self.seq_len[last.seats_R]
         seq_lens_R = context_lens_R + 1
         rows = last.own
+        if len(rows.places_R) == len(context_lens_R):
+            own_lens_R, own_positions_T = seq_lens_R, context_lens_R
+        else:
+            own_lens_R, own_positions_T = seq_lens_R[own], context_lens_R[own]
         return StepInputs(
             last.only_decodes,
             last.tokens_of_partitions,
@@ -229,7 +234,7 @@ class InputBuffers:
             last.seats_S,
             seq_lens_R,
             last.sources_T,
-            OwnRows(rows.places_R, rows.places_T, rows.query_start, seq_lens_R[own], context_lens_R[own]),
+            OwnRows(rows.places_R, rows.places_T, rows.query_start, own_lens_R, own_positions_T),
         )
 
     def _partitions(self, planned: Int64Array) -> tuple[Int64Array, tuple[int, ...], slice]:

@@ -10,6 +10,7 @@ neither what a plan is for nor what becomes of the tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import queue
 import threading
@@ -62,8 +63,7 @@ _BEHIND_FORWARD = ("sampling", "logprobs")
 """Ops that can run op by op behind a captured forward."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(msgspec.Struct, frozen=True):
     handle: StepHandle
     plan: StepPlan
     seatings: tuple[Seating, ...]
@@ -461,8 +461,17 @@ def _plain_plan(step_id: int, kind: RowKind, token_ids: Int32Array, *, seated: b
 
 
 def _copy(plan: StepPlan) -> StepPlan:
-    """Of arrays without rows too: a view of the planner's memory would keep the planner alive."""
-    return StepPlan(plan.step_id, *[getattr(plan, name).copy() for name in _PLAN_ARRAYS])
+    """Nothing of the planner's memory: a view of it would keep the planner alive. Most arrays are empty."""
+    arrays = [getattr(plan, name) for name in _PLAN_ARRAYS]
+    return StepPlan(plan.step_id, *[array.copy() if len(array) else _empty(array.shape) for array in arrays])
+
+
+@functools.cache
+def _empty(shape: tuple[int, ...]) -> Int32Array:
+    """The same for all plans."""
+    array = np.zeros(shape, dtype=np.int32)
+    array.flags.writeable = False
+    return array
 
 
 def _mesh(config: EngineConfig, communicator: Communicator | None) -> Mesh:

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from fakes import VOCAB_SIZE, FakeSource, byte_tokenizer
+from joined_outputs import joined
 from tokenspeed.core.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tokenspeed.core.ipc import EngineStats
 from tokenspeed.core.plan import RowField, RowKind, Seating, StepPlan
@@ -34,7 +35,6 @@ from tokenspeed.execution import ModelRunner, StepHandle
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.llm.engine_client import EngineClient
 from tokenspeed.llm.input_processor import TokensPrompt
-from tokenspeed.llm.llm import joined
 from tokenspeed.llm.outputs import RequestOutput
 from tokenspeed.transfer import BlockMover, FinishedMove, host
 

@@ -117,7 +117,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     forced_token_ids: packed int32; when given, the sampler is made to return these in turn (scripted models).
     match_limit: at most this many prompt tokens may come from the prefix cache; None means no limit.
     retain: keep the pages after the end for the session's next turn. timeout_s: the request ends, in whatever state it
-    is, so many seconds after it was queued.
+    is, so many seconds after it was queued. tells_at_end: nobody waits for single tokens, which come with other news of
+    the request, at the latest with its end.
     """
 
     request_id: str
@@ -132,6 +133,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     timeout_s: float | None = None
     match_limit: int | None = None
     forced_token_ids: bytes | None = None
+    tells_at_end: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

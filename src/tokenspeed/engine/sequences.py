@@ -26,6 +26,8 @@ _REASONS = {
 }
 _NONE = int(FinishCode.NONE)  # looked at for every token
 _KEPT = (FinishReason.STOP, FinishReason.LENGTH)
+NUM_UNTOLD_MAX = 1024
+"""Tokens that wait for the end of a request which tells them there, at most."""
 FAULT_MESSAGE = "the model produced no usable numbers for this request (NaN), or its step failed"
 
 
@@ -55,6 +57,7 @@ class Record:
         self._logprobs: list[TokenLogprobs] = []
         self._is_plain = False  # after the first tokens, which come with more, if log-probabilities are not asked for
         self._told_cached_len = 0
+        self._untold: list[int] = []  # only of a request that tells at its end
         self._prompt_logprobs = self._unknown_prompt_logprobs()
 
     def seating(self, seat: int) -> Seating:
@@ -87,20 +90,29 @@ class Record:
             assert first + len(entries) <= len(self.prompt), f"{first} + {len(entries)} of {len(self.prompt)} positions"
             self._prompt_logprobs[first : first + len(entries)] = entries
 
-    def add(self, token_ids: list[int], finish: int, cached_len: int) -> bool:
-        """Take an event row. False when it is more than further tokens, and `update` is to be called."""
+    def add(self, token_ids: list[int], finish: int, cached_len: int) -> list[int] | None:
+        """Take an event row. The tokens to tell where they are all the news, maybe none yet; None where there is more,
+        and `update` is to be called."""
         self._generated.extend(token_ids)
-        if not self._is_plain or finish != _NONE or cached_len != self._told_cached_len:
-            return False
-        return bool(token_ids)
+        if not self._is_plain or finish != _NONE or cached_len != self._told_cached_len or not token_ids:
+            return None
+        if not self.request.tells_at_end:
+            return token_ids
+        self._untold += token_ids
+        if len(self._untold) < NUM_UNTOLD_MAX:
+            return []
+        told, self._untold = self._untold, []
+        return told
 
     def update(self, token_ids: list[int], finish: int, cached_len: int) -> SequenceUpdate:
-        """The update that the API process gets for one event row that was taken."""
+        """The update that the API process gets for one event row that was taken, and for what was not told yet."""
         self._told_cached_len = cached_len
-        self._is_plain = self._is_plain or (bool(token_ids) and self.request.sampling.logprobs is None)
         logprobs, self._logprobs = self._logprobs[: len(token_ids)], []
         code = FinishCode(finish)
         ended_by_token = code is FinishCode.STOP and bool(token_ids)
+        if self._untold:
+            token_ids, self._untold = self._untold + token_ids, []
+        self._is_plain = self._is_plain or (bool(token_ids) and self.request.sampling.logprobs is None)
         return SequenceUpdate(
             request_id=self.request.request_id,
             token_ids=tuple(token_ids),

@@ -216,19 +216,20 @@ class EngineLoop:
         stalled = plan is None and not collects
         blocked = stalled and not self._leases
         self._pause_s = _TRANSFER_POLL_S if stalled and self._leases else 0.0
-        self._report(updates, now_ms, is_due=blocked or collects)
+        self._report(updates, now_ms, blocked=blocked)
         if self._cache_watch is not None:
             self._tell_cache(self._cache_watch.changes(self._control.take_kv_events()))
         return blocked
 
-    def _report(self, updates: list[SequenceUpdate], now_ms: int, *, is_due: bool) -> None:
-        """Tell the news there is; is_due: also that there is none."""
+    def _report(self, updates: list[SequenceUpdate], now_ms: int, *, blocked: bool) -> None:
+        """Tell the news there is; at times, and before any waiting, also that there is none."""
         tokens = _Tokens()
         updates += self._take_updates(tokens)
-        if not (updates or tokens.handles or is_due):
+        tells_stats = bool(updates) or blocked or now_ms >= self._stats_due_ms
+        if not tells_stats and not tokens.handles:
             return
         stats = None
-        if updates or not tokens.handles or now_ms >= self._stats_due_ms:
+        if tells_stats:
             stats = _engine_stats(self._control.stats(), self._sizes)
             self._stats_due_ms = now_ms + STATS_EVERY_MS
         self._messages.send(Updates(tokens.handles, tokens.token_ids, tuple(updates), stats, tokens.counts()))
@@ -367,8 +368,10 @@ class EngineLoop:
             record = self._book.at(index, generation)
             new_ids = token_ids[start:end]
             start = end
-            if record.add(new_ids, finish, cached_len):
-                tokens.add(record.handle, new_ids)
+            told_ids = record.add(new_ids, finish, cached_len)
+            if told_ids is not None:
+                if told_ids:
+                    tokens.add(record.handle, told_ids)
                 continue
             update = record.update(new_ids, finish, cached_len)
             if update.finish_reason is not None:

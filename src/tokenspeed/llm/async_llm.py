@@ -128,7 +128,7 @@ class AsyncLLM:
 
     @property
     def last_progress_s(self) -> float:
-        """time.monotonic() of the engine's last report: after each step and, when idle, every second."""
+        """time.monotonic() of the engine's last report: soon after each step and, when idle, every second."""
         return self._client.last_progress_s
 
     @property
@@ -150,12 +150,14 @@ class AsyncLLM:
         priority: int = 0,
         retain: Retention | None = None,
         timeout_s: float | None = None,
+        tells_at_end: bool = False,
     ) -> RequestStream:
         """Check the request and queue it; every refusal is raised here, before the first output. The stream must be
         iterated to its end or closed. Raises RequestError subclasses, OverloadedError, EngineDeadError.
 
         retain: a request that ends well keeps its pages for the session's next turn; of n sequences the first does.
         timeout_s: so long after it was queued the request ends with an error, in whatever state it is.
+        tells_at_end: tokens after the first may come together, at the latest at the end: for RequestStream.whole.
         """
         self._require_serving()
         request_id = request_id or f"req-{uuid.uuid4().hex}"
@@ -167,6 +169,7 @@ class AsyncLLM:
             priority=priority,
             retain=retain,
             timeout_s=timeout_s,
+            tells_at_end=tells_at_end,
         )
         has_grammar = params is not None and params.grammar is not None
         request = await self._process(prompt, process, inline=not has_grammar)

@@ -160,7 +160,7 @@ class EngineClient:
 
     @property
     def last_progress_s(self) -> float:
-        """time.monotonic() of the engine's last report. It reports after each step and, when idle, every second."""
+        """time.monotonic() of the engine's last report: soon after each step and, when idle, every second."""
         return self._progress_at
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:

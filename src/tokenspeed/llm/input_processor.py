@@ -160,8 +160,10 @@ class InputProcessor:
         priority: int = 0,
         retain: Retention | None = None,
         timeout_s: float | None = None,
+        tells_at_end: bool = False,
     ) -> ProcessedRequest:
-        """The checked request. Raises RequestError subclasses that name the field."""
+        """The checked request. tells_at_end: see EngineRequest; not where there are stop strings. Raises RequestError
+        subclasses that name the field."""
         params = checked(params, self._info.vocab_size)
         if retain is not None:
             retain = checked_retention(retain)
@@ -184,6 +186,7 @@ class InputProcessor:
             timeout_s=timeout_s,
             match_limit=0 if params.prompt_logprobs is not None else None,
             forced_token_ids=None if forced is None else pack_ids(forced),
+            tells_at_end=tells_at_end and not params.stop,
         )
         sequences = tuple(_sequence(whole, index) for index in range(params.n))
         return ProcessedRequest(ids, params, sequences, frozenset(self._eos_ids))

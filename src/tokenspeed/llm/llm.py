@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 from tqdm import tqdm
 
 from tokenspeed.core.config import (
@@ -37,7 +36,7 @@ from tokenspeed.core.request import Retention, SamplingParams
 from tokenspeed.llm.async_llm import AsyncLLM, EngineKind
 from tokenspeed.llm.engine_client import ProgressFn
 from tokenspeed.llm.input_processor import ChatPrompt, Prompt, TextPrompt, TokensPrompt
-from tokenspeed.llm.outputs import CompletionOutput, RequestOutput
+from tokenspeed.llm.outputs import RequestOutput
 from tokenspeed.llm.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -219,35 +218,11 @@ async def _generate_all(llm: AsyncLLM, works: Sequence[_Work], bar: tqdm[None]) 
 
 
 async def _whole(llm: AsyncLLM, work: _Work) -> RequestOutput:
-    stream = await llm.submit(work.prompt, work.params, retain=work.retain, timeout_s=work.timeout_s)
+    stream = await llm.submit(work.prompt, work.params, retain=work.retain, timeout_s=work.timeout_s, tells_at_end=True)
     try:
-        return joined([output async for output in stream])
+        return await stream.whole()
     finally:
         stream.close()
-
-
-def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The outputs of one stream as a single, whole one."""
-    deltas: dict[int, list[CompletionOutput]] = {}
-    for output in outputs:
-        for completion in output.outputs:
-            deltas.setdefault(completion.index, []).append(completion)
-    return replace(
-        outputs[-1],
-        outputs=tuple(_joined_completion(deltas[index]) for index in sorted(deltas)),
-        prompt_logprobs=next((each.prompt_logprobs for each in outputs if each.prompt_logprobs is not None), None),
-    )
-
-
-def _joined_completion(deltas: Sequence[CompletionOutput]) -> CompletionOutput:
-    last = deltas[-1]
-    logprobs = tuple(entry for delta in deltas for entry in delta.logprobs or ())
-    return replace(
-        last,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        logprobs=None if last.logprobs is None else logprobs,
-    )
 
 
 def _prompts(given: PromptLike | Sequence[PromptLike]) -> list[Prompt]:

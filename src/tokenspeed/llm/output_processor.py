@@ -201,6 +201,7 @@ class RequestStream:
         self._error: TokenSpeedError | None = None
         self._times: RequestTimes | None = None
         self._waiting: asyncio.Future[None] | None = None
+        self._wakes_at_end = False
         self._ended = False
 
     @property
@@ -237,7 +238,7 @@ class RequestStream:
             self._take_in(sequence_id, sequence, sequence.finish_reason is not None, True)
             return
         waiting = self._waiting
-        if waiting is not None and not waiting.done():
+        if waiting is not None and not self._wakes_at_end and not waiting.done():
             waiting.set_result(None)
 
     def _take_in(self, sequence_id: str, sequence: SequenceText, was_stopped: bool, has_tokens: bool) -> None:
@@ -247,7 +248,8 @@ class RequestStream:
             self._finish(sequence_id, sequence.num_tokens)
         if sequence.finish_reason is not None and all(each.finish_reason for each in self._sequences.values()):
             self._finished, self._times = time.monotonic(), None
-        self._wake()
+        if self._finished is not None or not self._wakes_at_end:
+            self._wake()
 
     def fail(self, error: TokenSpeedError) -> None:
         """No more will come: the consumer gets the error after what has come already."""
@@ -281,6 +283,19 @@ class RequestStream:
                 raise self._error
             await self._wait()
         raise StopAsyncIteration
+
+    async def whole(self) -> RequestOutput:
+        """All that was not taken yet as one output, once the last has come. Raises what `fail` was given."""
+        self._wakes_at_end = True
+        while self._finished is None and self._error is None and not self._ended:
+            await self._wait()
+        self._ended = True
+        if self._finished is None:
+            assert self._error is not None, f"{self.request_id}: closed before its end"
+            raise self._error
+        output = self._take()
+        assert output is not None, f"{self.request_id}: taken by another consumer"
+        return output
 
     async def wait_for_text(self) -> str | None:
         """The text that is new of the only sequence, after waiting for news where there is none; it stays new. None

@@ -19,6 +19,7 @@ from tokenspeed.core.ipc import (
     ToEngine,
     Updates,
 )
+from tokenspeed.core.plan import FinishCode
 from tokenspeed.core.request import (
     ContentSpan,
     EngineRequest,
@@ -29,7 +30,7 @@ from tokenspeed.core.request import (
     pack_ids,
     unpack_ids,
 )
-from tokenspeed.engine.sequences import RecordBook
+from tokenspeed.engine.sequences import NUM_UNTOLD_MAX, RecordBook
 from tokenspeed.engine.step import STATS_EVERY_MS, EngineLoop
 
 KEEP = Retention("session", 30.0)
@@ -402,13 +403,52 @@ def test_further_tokens_go_by_handle_and_all_else_by_name() -> None:
     assert len([ids for name, ids in named if name == "b" and ids]) == 3, "log-probabilities are more than tokens"
 
 
+def test_tokens_that_nobody_waits_for_come_with_other_news() -> None:
+    """The first at once, the rest with the end, whichever that is; others beside it get theirs at once."""
+    asked = with_fields(request("a", max_tokens=6), tells_at_end=True)
+    harness = Harness([Submit(asked.request, handle_of("a")), request("b", max_tokens=6)]).settle()
+    assert [update.token_ids for update in harness.of("a")] == [(), (97,), (98, 99, 100, 101, 102)]
+    assert [len(update.token_ids) for update in harness.of("b")] == [0, 1, 1, 1, 1, 1, 1]
+    last = harness.of("a")[-1]
+    assert (last.finish_reason, last.cached_len) == (FinishReason.LENGTH, 0)
+    asked = with_fields(request("c", max_tokens=100), tells_at_end=True)
+    harness = Harness([Submit(asked.request, handle_of("c"))], [], [], [Cancel("c")]).settle()
+    assert len(harness.ids("c")) > 1 and harness.of("c")[-1].finish_reason is FinishReason.CANCELLED
+
+
+def test_tokens_that_wait_for_the_end_are_not_too_many() -> None:
+    record = RecordBook().add(with_fields(request("a", max_tokens=9), tells_at_end=True).request, 7)
+    assert record.add([1], 0, 0) is None
+    record.update([1], 0, 0)
+    told = [record.add([token_id], 0, 0) for token_id in range(NUM_UNTOLD_MAX + 1)]
+    assert told == [*([[]] * (NUM_UNTOLD_MAX - 1)), [*range(NUM_UNTOLD_MAX)], []]
+    assert record.add([EOS], int(FinishCode.STOP), 0) is None
+    last = record.update([EOS], int(FinishCode.STOP), 0)
+    assert (last.token_ids, last.end_token_id) == ((NUM_UNTOLD_MAX, EOS), EOS)
+
+
+def test_an_engine_tells_that_it_lives_while_it_tells_no_token() -> None:
+    asked = with_fields(request("a", max_tokens=1_000), tells_at_end=True)
+    harness = Harness([Submit(asked.request, handle_of("a"))], [], [], [])
+    for _ in range(4):
+        harness.loop.turn(0.0)
+    num_sent = len(harness.messages.sent)
+    harness.loop.turn(0.0)
+    assert len(harness.messages.sent) == num_sent
+    harness.now_ms += STATS_EVERY_MS
+    harness.loop.turn(0.0)
+    (*_, last) = harness.messages.sent
+    assert len(harness.messages.sent) == num_sent + 1
+    assert isinstance(last, Updates) and last.stats is not None and last.stats.num_running == 1
+
+
 def test_a_cached_length_that_changes_is_told() -> None:
     record = RecordBook().add(request("a", max_tokens=9).request, 7)
-    assert not record.add([1], 0, 16)
+    assert record.add([1], 0, 16) is None
     assert record.update([1], 0, 16).cached_len == 16
-    assert record.add([2], 0, 16)
-    assert not record.add([3], 0, 32)
+    assert record.add([2], 0, 16) == [2]
+    assert record.add([3], 0, 32) is None
     assert record.update([3], 0, 32).cached_len == 32
-    assert record.add([4, 5], 0, 32)
-    assert not record.add([], 0, 32)
+    assert record.add([4, 5], 0, 32) == [4, 5]
+    assert record.add([], 0, 32) is None
     assert record.seating(0).token_ids.tolist()[-5:] == [1, 2, 3, 4, 5]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from joined_outputs import joined
 from scripted import write_scripted_model
 from tokenspeed.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tokenspeed.core.errors import (
@@ -32,7 +33,6 @@ from tokenspeed.engine.process import EngineProcess
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.llm.engine_client import EngineClient
 from tokenspeed.llm.input_processor import ChatPrompt, Prompt, TextPrompt, TokensPrompt
-from tokenspeed.llm.llm import joined
 from tokenspeed.llm.output_processor import RequestStream
 from tokenspeed.llm.outputs import RequestOutput
 from tokenspeed.llm.tokenizer import Tokenizer

@@ -151,6 +151,13 @@ def test_shapes_that_callers_in_python_use_are_taken() -> None:
     assert (params.stop, params.logit_bias, params.stop_token_ids, params.top_k) == (("end",), ((5, 1.0),), (7,), 0)
 
 
+@pytest.mark.parametrize(("stop", "tells_at_end"), [((), True), (("x",), False)])
+def test_a_stop_string_needs_tokens_as_they_come(stop: tuple[str, ...], tells_at_end: bool) -> None:
+    request = processor().process(HELLO, SamplingParams(stop=stop), request_id="r", tells_at_end=True)
+    assert only(request).tells_at_end is tells_at_end
+    assert not only(processor().process(HELLO, SamplingParams(), request_id="r")).tells_at_end
+
+
 def test_max_tokens_is_cut_to_the_window() -> None:
     assert only(process()).sampling.max_tokens == 512 - 6
     assert only(process(max_tokens=10_000)).sampling.max_tokens == 512 - 6

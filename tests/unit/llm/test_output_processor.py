@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from fakes import EOS, FakeSource, byte_tokenizer, engine_info
+from joined_outputs import joined
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import EngineDeadError
 from tokenspeed.core.request import FinishReason, SamplingParams, SequenceUpdate, TokenLogprobs
 from tokenspeed.llm.input_processor import InputProcessor, TextPrompt
-from tokenspeed.llm.llm import joined
 from tokenspeed.llm.output_processor import RequestStream
 from tokenspeed.llm.outputs import CompletionOutput, RequestOutput
 
@@ -63,6 +63,10 @@ def drain(stream: RequestStream) -> list[RequestOutput]:
         return [output async for output in stream]
 
     return asyncio.run(asyncio.wait_for(run(), 5.0))
+
+
+def drain_whole(stream: RequestStream) -> RequestOutput:
+    return asyncio.run(asyncio.wait_for(stream.whole(), 5.0))
 
 
 def run(text: bytes, chunk: int, *, finish: FinishReason = FinishReason.STOP, **fields: object) -> CompletionOutput:
@@ -316,3 +320,43 @@ def test_there_is_more_than_text_to_several_sequences_log_probabilities_and_ends
     broken = Harness(SamplingParams())
     broken.stream.fail(EngineDeadError("gone"))
     assert asyncio.run(broken.stream.wait_for_text()) is None
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stop": ("cd",)}, {"logprobs": 1}])
+def test_a_whole_output_is_what_its_parts_make(fields: dict[str, object]) -> None:
+    def pushed() -> RequestStream:
+        harness = Harness(SamplingParams(**fields))  # type: ignore[arg-type]
+        for index in range(len(harness.ids)):
+            for token_id in b"ab":
+                harness.push([token_id], index=index)
+            harness.push([*b"cd", EOS], index=index, finish=FinishReason.STOP)
+        return harness.stream
+
+    parts, whole = joined(drain(pushed())), drain_whole(pushed())
+    assert whole.finished and whole.outputs == parts.outputs
+
+
+def test_whoever_waits_for_the_whole_is_woken_once() -> None:
+    """Not for each token, and at the end, or when there will be none."""
+
+    async def scenario(ends: bool) -> tuple[int, RequestOutput]:
+        harness = Harness(SamplingParams())
+        waiting = asyncio.ensure_future(harness.stream.whole())
+        await asyncio.sleep(0)
+        futures: set[int] = set()
+        for _ in range(4):
+            harness.push([65])
+            harness.stream.push_tokens(harness.ids[0], [66])
+            await asyncio.sleep(0)
+            assert harness.stream._waiting is not None and not harness.stream._waiting.done()
+            futures.add(id(harness.stream._waiting))
+        if ends:
+            harness.push([EOS], finish=FinishReason.STOP)
+        else:
+            harness.stream.fail(EngineDeadError("gone"))
+        return len(futures), await waiting
+
+    woken, output = asyncio.run(asyncio.wait_for(scenario(True), 5.0))
+    assert (woken, output.outputs[0].text) == (1, "AB" * 4)
+    with pytest.raises(EngineDeadError, match="gone"):
+        asyncio.run(asyncio.wait_for(scenario(False), 5.0))

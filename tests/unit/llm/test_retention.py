@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from fakes import FakeSource, FakeWorker, byte_tokenizer
+from joined_outputs import joined
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.errors import InvalidRequestError
 from tokenspeed.core.ipc import Release, Retain, Submit
@@ -19,7 +20,6 @@ from tokenspeed.llm import async_llm
 from tokenspeed.llm.async_llm import AsyncLLM
 from tokenspeed.llm.engine_client import EngineClient
 from tokenspeed.llm.input_processor import TokensPrompt
-from tokenspeed.llm.llm import joined
 from tokenspeed.llm.outputs import RequestOutput
 from tokenspeed.llm.retention import SECONDS_MAX, checked_retention, checked_seconds
 

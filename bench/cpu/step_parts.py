@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decode step of one sequence costs beside its kernels, part by part: processor time of each thread, a step.
 
-API, engine loop and runner are threads of this process, as LLM has them; the kernels are the one call of the op
-decode_step, of which only the calling thread counts. Processor time is what each part takes from the other threads; the
-machine may be shared, so the least of several rounds counts. `wall` is by the clock.
+API, engine loop and runner are threads of this process, as LLM has them, which asks for whole replies: no token of them
+is told before the end. The kernels are the one call of the op decode_step, of which only the calling thread counts.
+Processor time is what each part takes from the other threads; the machine may be shared, so the least of several rounds
+counts. `wall` is by the clock.
 """
 
 from __future__ import annotations

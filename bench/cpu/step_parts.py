@@ -50,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--weights", choices=("exact", "packed"), default="packed")
+    parser.add_argument("--packed-cache", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -78,6 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with LLM(
         options.model,
         weights=options.weights,
+        packed_cache=options.packed_cache,
         device="cpu",
         num_threads=options.threads,
         max_num_seqs=max(options.batch, 4),

@@ -8,6 +8,8 @@ Hugging Face checkpoint (names, config fields, layouts), so that a model is writ
 from __future__ import annotations
 
 import importlib
+import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +46,37 @@ class Repeated:
     def whole(self) -> NDArray[np.float32]:
         """All elements."""
         return np.resize(self.period, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file as it was when it was opened: whoever writes to it changes at least the last of these. reader: the code
+    that reads tensors from it. is_settled: it had been left alone for long enough that a change after it was opened
+    shows in its times."""
+
+    path: Path
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+    changed_ns: int
+    reader: str = field(default="", compare=False, repr=False)
+    is_settled: bool = field(default=True, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, path: Path, status: os.stat_result, reader: str = "") -> SourceFile:
+        """status: of the open file."""
+        times_ns = (status.st_mtime_ns, status.st_ctime_ns)
+        is_settled = max(times_ns) < time.time_ns() - _SETTLING_NS
+        return cls(path.resolve(), status.st_dev, status.st_ino, status.st_size, *times_ns, reader, is_settled)
+
+    def is_unchanged(self) -> bool:
+        """Whether the path still has this file as it was. OSError where it has none."""
+        return SourceFile.of(self.path, self.path.stat()) == self
+
+
+_SETTLING_NS = 2 * 10**9
+"""File systems count time in steps of up to two seconds."""
 
 
 class Weights(Protocol):
@@ -112,7 +145,8 @@ class ModelSource(Protocol):
     """An opened model. Cheap to open: weights are only mapped when `weights()` is called.
 
     config: as in config.json. generation_config: as in generation_config.json, {} when absent.
-    tokenizer: None when the source has none. script: only of scripted models.
+    tokenizer: None when the source has none. script: only of scripted models. file: that holds all of it,
+    where one does.
     """
 
     path: Path
@@ -121,6 +155,7 @@ class ModelSource(Protocol):
     tokenizer: TokenizerSource | None
     chat_template: str | None
     script: Script | None
+    file: SourceFile | None
 
     def weights(self) -> Weights: ...
 

@@ -8,6 +8,7 @@ the aligned tensor data; little-endian. Every length is checked against the file
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,13 +72,15 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A parsed file. Tensor data is untouched until `raw`; call `check_tensors` before that."""
+    """A parsed file. Tensor data is untouched until `raw`; call `check_tensors` before that. status: of the file when
+    it was opened."""
 
     path: Path
     metadata: Mapping[str, MetaValue]
     tensors: Mapping[str, GgufTensor]
     data_start: int
     data: mmap.mmap
+    status: os.stat_result
 
     def raw(self, tensor: GgufTensor) -> NDArray[np.uint8]:
         """The tensor's bytes, a read-only view of the mapped file."""
@@ -92,6 +95,7 @@ def read_gguf(path: Path) -> GgufFile:
             if file.read(4) != _MAGIC:
                 raise CheckpointError(f"{path}: not a GGUF file: it does not begin with the bytes 'GGUF'")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            status = os.fstat(file.fileno())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     cursor = _Cursor(path, data)
@@ -105,7 +109,7 @@ def read_gguf(path: Path) -> GgufFile:
         if tensor.offset % alignment:
             raise CheckpointError(f"{path}: corrupt GGUF: tensor {tensor.name} is not aligned to {alignment} bytes")
     data_start = -(-cursor.offset // alignment) * alignment
-    return GgufFile(path, metadata, tensors, data_start, data)
+    return GgufFile(path, metadata, tensors, data_start, data, status)
 
 
 def check_tensors(gguf: GgufFile) -> None:

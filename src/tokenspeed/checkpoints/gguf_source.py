@@ -7,13 +7,15 @@ Knows how to undo what conversion did to values; leaves block maths and naming t
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenspeed.checkpoints import GgufVocabulary, TensorInfo
+from tokenspeed.checkpoints import GgufVocabulary, SourceFile, TensorInfo
 from tokenspeed.checkpoints.gguf import GgufFile, GgufTensor, check_tensors, read_gguf, tensor_num_bytes
 from tokenspeed.checkpoints.gguf_dequant import dequantize
 from tokenspeed.checkpoints.gguf_metadata import generation_config, read_template, read_vocabulary
@@ -43,7 +45,14 @@ def open_gguf(path: Path) -> OpenedModel:
         tokenizer=vocabulary,
         chat_template=read_template(gguf),
         open_weights=lambda: GgufWeights(gguf, config),
+        file=SourceFile.of(path, gguf.status, f"gguf {_code_digest()}"),
     )
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Of the code that puts rows in order."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def open_vocabulary(path: Path) -> tuple[GgufVocabulary | None, str | None]:

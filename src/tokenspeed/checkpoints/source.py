@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenspeed.checkpoints import JsonObject, Script, TokenizerSource, Weights
+from tokenspeed.checkpoints import JsonObject, Script, SourceFile, TokenizerSource, Weights
 
 
 @dataclass(slots=True)
@@ -21,6 +21,7 @@ class OpenedModel:
     chat_template: str | None
     open_weights: Callable[[], Weights]
     script: Script | None = None
+    file: SourceFile | None = None
 
     def weights(self) -> Weights:
         """The tensors, mapped now."""

@@ -46,6 +46,8 @@ MODEL_FLAGS = (
     Flag(("--dtype",), ModelConfig, "dtype", "what is computed in; auto chooses by device"),
     Flag(("--weights",), ModelConfig, "weights", "weights of few bits as numbers, or packed; auto packs on a CPU"),
     Flag(("--exact",), ModelConfig, "weights", "the same as --weights exact", const="exact"),
+    Flag(("--packed-cache",), ModelConfig, "packed_cache", "keep packed weights on disk for the next start"),
+    Flag(("--packed-cache-bytes-max",), ModelConfig, "packed_cache_bytes_max", "disk for those of all models", "BYTES"),
     Flag(
         ("--max-model-len", "--context-length"),
         ModelConfig,

@@ -29,7 +29,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which model, from where. model: alias, local folder, GGUF file or hub id. max_model_len: None takes the
     model's own, cut to the KV pool; a given value larger than the pool is refused. weights: blocks of a few bits become
     numbers when they are loaded (exact), or stay packed where a kernel multiplies by them as they are (packed); auto is
-    packed on a CPU and exact elsewhere."""
+    packed on a CPU and exact elsewhere. packed_cache: weights that were packed are kept on disk, those of all models in
+    at most packed_cache_bytes_max."""
 
     model: str = DEFAULT_MODEL
     served_name: str | None = None
@@ -37,6 +38,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: LoadFormat = "auto"
     dtype: DType = "auto"
     weights: WeightsForm = "auto"
+    packed_cache: bool = True
+    packed_cache_bytes_max: int = 16 << 30
     max_model_len: int | None = None
     chat_template: str | None = None
 
@@ -139,6 +142,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require(scheduler.max_num_waiting >= 0, f"--max-num-waiting {scheduler.max_num_waiting}: give 0 or more")
         _require(scheduler.ageing_steps >= 1, f"--ageing-steps {scheduler.ageing_steps}: give at least 1")
         _require(scheduler.overlap_depth in (0, 1), f"--overlap-depth {scheduler.overlap_depth}: use 0 or 1")
+        kept_max = model.packed_cache_bytes_max
+        _require(kept_max >= 1, f"--packed-cache-bytes-max {kept_max}: give at least 1, or --no-packed-cache")
         if model.max_model_len is not None:
             _require(model.max_model_len >= 2, f"--max-model-len {model.max_model_len}: give at least 2")
             if cache.kv_tokens is not None:
@@ -178,7 +183,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_dir() -> Path:
-    """Where downloaded models live: TOKENSPEED_CACHE, else XDG_CACHE_HOME/tokenspeed, else ~/.cache/tokenspeed."""
+    """Where downloaded models live, and what is made of them: TOKENSPEED_CACHE, else XDG_CACHE_HOME/tokenspeed, else
+    ~/.cache/tokenspeed."""
     own = os.environ.get("TOKENSPEED_CACHE")
     if own:
         return Path(own)

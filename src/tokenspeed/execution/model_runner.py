@@ -36,6 +36,7 @@ from tokenspeed.execution.forward import Forward
 from tokenspeed.execution.host_step import HostStep
 from tokenspeed.execution.input_buffers import InputBuffers, Seats, StepInputs
 from tokenspeed.execution.outputs import PromptLogprobs, RunnerInfo, StepHandle, StepOutput
+from tokenspeed.execution.packed_cache import PackedCache
 from tokenspeed.execution.packing import NOTHING_PACKED, has_blocks, plan_packing
 from tokenspeed.execution.prompt_logprobs import PromptScorer
 from tokenspeed.execution.ranked_sampler import RankedSampler
@@ -80,6 +81,7 @@ class _Parts:
     sampling: RankedSampler
     prompt_scorer: PromptScorer
     mover: BlockMover
+    packed_cache: PackedCache
 
 
 class ModelRunner:
@@ -88,6 +90,7 @@ class ModelRunner:
     def __init__(self, info: RunnerInfo, parts: _Parts) -> None:
         self.info = info
         self._mover = parts.mover
+        self._packed_cache = parts.packed_cache
         self._mover_lock = threading.Lock()
         self._elsewhere: list[FinishedMove] = []
         self._model = parts.model
@@ -122,7 +125,7 @@ class ModelRunner:
         mesh, rank = _mesh(config, communicator), 0 if communicator is None else communicator.rank
         overrides, deterministic = dict(config.device.kernel_overrides), config.device.deterministic
         ctx = BuildContext(str(device), dtype, overrides, mesh, rank, deterministic=deterministic)
-        model, model_type, weights = _build(config, source, ctx, progress)
+        model, model_type, weights, packed_cache = _build(config, source, ctx, progress)
         forward = Forward(model, ctx, communicator)
         ops, update_tables = SamplingOps(ctx.bind("sampling"), ctx.bind("logprobs")), ctx.bind("page_table_update")
         agree = _min_over_ranks(communicator)
@@ -152,7 +155,7 @@ class ModelRunner:
         sampler = Sampler(ops, seats.num_seats, model.vocab_size, device)
         sampling = RankedSampler(sampler, communicator, device)
         scorer = PromptScorer(ops.logprobs, model.vocab_size)
-        runner = cls(info, _Parts(model, forward, seats, buffers, sampling, scorer, mover))
+        runner = cls(info, _Parts(model, forward, seats, buffers, sampling, scorer, mover, packed_cache))
         if not isinstance(model, ScriptedModel):
             placement.wait_for(device)
             if device.type == "cpu" and mesh.num_ranks == 1:
@@ -172,6 +175,7 @@ class ModelRunner:
             kv_cache.zero_pages(layers, torch.zeros(1, dtype=torch.int64, device=device))
             placement.wait_for(device)
         runner.info = dataclasses.replace(info, load_s=time.monotonic() - started)
+        packed_cache.keep()
         return runner
 
     def launch(self, plan: StepPlan, seatings: Sequence[Seating]) -> StepHandle:
@@ -193,10 +197,11 @@ class ModelRunner:
             elsewhere, self._elsewhere = self._elsewhere, []
             return (*elsewhere, *self._mover.poll())
 
-    def close(self) -> None:
-        """Finish the launched steps and end the thread. Idempotent."""
+    def close(self, *, keeps: bool = False) -> None:
+        """Finish the launched steps and end the threads. keeps: after packed weights are on disk. Idempotent."""
         self._jobs.put(None)
         self._thread.join()
+        self._packed_cache.close(waits=keeps)
         self._sampling.close()
 
     def _work(self) -> None:
@@ -422,12 +427,13 @@ def _unfit_for_capture(ctx: BuildContext) -> list[str]:
 
 def _build(
     config: EngineConfig, source: ModelSource, ctx: BuildContext, progress: ProgressFn | None
-) -> tuple[CausalLM | ScriptedModel, str, WeightsSize]:
-    """The loaded model, its type and its size. Settles what pages keep, in which the weights have a say."""
+) -> tuple[CausalLM | ScriptedModel, str, WeightsSize, PackedCache]:
+    """The loaded model, its type, its size and what may keep its packed matrices. Settles what pages keep, in which the
+    weights have a say."""
     device = torch.device(ctx.device)
     if source.script is not None:
         ctx.kv_dtype = placement.resolve_kv_dtype(config.cache, device, ctx.dtype)
-        return ScriptedModel(source.config, source.script.step_s), "scripted", WeightsSize(0, 0)
+        return ScriptedModel(source.config, source.script.step_s), "scripted", WeightsSize(0, 0), PackedCache()
     family = resolve(source.config)
     weights = source.weights()
     try:
@@ -436,12 +442,14 @@ def _build(
         model = family.build(source.config, ctx)
         packing = plan_packing(model, weights, ctx) if keeps_packed else NOTHING_PACKED
         require_memory(model, source.path, device, packing)
-        load_weights(model, weights, source.path, progress, packing)
+        packed_cache = PackedCache.of(config.model, source.file, packing, ctx)
+        load_weights(model, weights, source.path, progress, packing, packed_before=packed_cache.find())
+        packed_cache.collect()
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CapacityError(f"{source.path}: out of memory while loading the weights") from error
     finally:
         weights.close()
-    return model, family.model_type, WeightsSize.of(model, packing)
+    return model, family.model_type, WeightsSize.of(model, packing), packed_cache
 
 
 def _binding(kernel: BoundKernel) -> KernelBinding:

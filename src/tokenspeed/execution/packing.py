@@ -8,7 +8,7 @@ rank begins and ends with a block. Others are filled with numbers as always. Kno
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -37,6 +37,18 @@ class PackedPart:
         num_inputs, num_bytes = FORMATS[self.info.dtype]
         return self.slot.target.numel() // num_inputs * num_bytes
 
+    @property
+    def description(self) -> str:
+        """Which part of which tensor it is."""
+        return f"{self.slot.name} {self.info.dtype} {self.info.shape} {self.slot.cut.index}"
+
+    def shape_only(self) -> Piece:
+        """A piece without memory, for what was packed once."""
+        num_inputs, num_bytes = FORMATS[self.info.dtype]
+        num_rows, num_columns = self.slot.target.shape
+        shape = (num_rows, num_columns // num_inputs * num_bytes)
+        return Piece(self.info.dtype, torch.empty(shape, dtype=torch.uint8, device="meta"))
+
     def piece(self) -> Piece:
         """The blocks of the part; reads them."""
         assert self.info.blocks is not None, self.slot.name
@@ -53,6 +65,11 @@ Packing = Mapping[AnyMatrix, tuple[PackedPart, ...]]
 its matrices."""
 
 NOTHING_PACKED: Packing = MappingProxyType({})
+
+PackedBefore = Mapping[AnyMatrix, Sequence[torch.Tensor]]
+"""The data of matrices as they were packed once."""
+
+NOTHING_BEFORE: PackedBefore = MappingProxyType({})
 
 
 def has_blocks(weights: Weights) -> bool:

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 
 from tokenspeed.checkpoints import ProgressFn, Repeated, TensorInfo, Weights
 from tokenspeed.core.errors import CapacityError, CheckpointError
-from tokenspeed.execution.packing import NOTHING_PACKED, AnyMatrix, Packing, place_of
+from tokenspeed.execution.packing import (
+    NOTHING_BEFORE,
+    NOTHING_PACKED,
+    AnyMatrix,
+    PackedBefore,
+    PackedPart,
+    Packing,
+    place_of,
+)
 from tokenspeed.execution.placement import available_memory_bytes
 from tokenspeed.models import CausalLM, WeightMap
 
@@ -33,9 +41,12 @@ def load_weights(
     path: Path,
     progress: ProgressFn | None = None,
     packing: Packing = NOTHING_PACKED,
+    *,
+    packed_before: PackedBefore = NOTHING_BEFORE,
 ) -> None:
-    """packing: what stays packed. Raises CheckpointError, before anything is read, when a tensor is missing, surplus or
-    of another shape than the model's; path is for the message."""
+    """packing: what stays packed. packed_before: what of that was packed once already. Raises CheckpointError, before
+    anything is read, when a tensor is missing, surplus or of another shape than the model's; path is for the
+    message."""
     weight_map = model.weight_map().for_checkpoint(weights.infos() or ())
     _assert_covers(model, weight_map)
     names = _match(weight_map, weights, path)
@@ -47,13 +58,17 @@ def load_weights(
     for done, (slot, name, matrix) in enumerate(zip(weight_map, names, homes, strict=True)):
         if matrix is not None:
             if matrix.packed is None:
-                matrix.pack([part.piece() for part in packing[matrix]])
+                _pack(matrix, packing[matrix], packed_before.get(matrix))
         elif slot.target.numel() > 0:
             if whole is None or name != last_name:  # parts of one tensor follow one another
                 last_name, whole = name, _as_tensor(weights.read(name, slot.cut.shape), slot.target)
             slot.fill(whole)
         if progress is not None:
             progress("load", done + 1, len(names), "tensors")
+
+
+def _pack(matrix: AnyMatrix, parts: Sequence[PackedPart], data: Sequence[torch.Tensor] | None) -> None:
+    matrix.pack([part.piece() if data is None else part.shape_only() for part in parts], data)
 
 
 def num_parameters(model: CausalLM) -> int:

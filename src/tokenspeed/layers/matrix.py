@@ -5,6 +5,7 @@ packed. Knows no checkpoint names and not what the matrix is for."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -44,16 +45,23 @@ class Matrix(nn.Module):
             return self.packed.rows(row_ids_T)
         return torch.nn.functional.embedding(row_ids_T, self.weight)
 
-    def pack(self, pieces: Sequence[Piece]) -> None:
-        """Take the matrix from these, row after row, and give back the memory of its numbers."""
-        packed: PackedMatrix = self._ctx.bind("packed_linear")(pieces, is_head=self.is_head)
+    def pack(self, pieces: Sequence[Piece], data: Sequence[torch.Tensor] | None = None) -> None:
+        """Take the matrix from these, row after row, and give back the memory of its numbers. data: as they were packed
+        once, see the op."""
+        packed: PackedMatrix = self._ctx.bind("packed_linear")(pieces, is_head=self.is_head, data=data)
         assert (packed.num_outputs, packed.num_inputs) == tuple(self.weight.shape), (packed, self.weight.shape)
         self.packed = packed
         self.weight.untyped_storage().resize_(0)
 
+    def packed_data(self) -> Sequence[torch.Tensor]:
+        """What `pack` takes as data."""
+        return () if self.packed is None else self.packed.data
+
 
 class MatrixStack(nn.Module):
     """(E, N, D): a matrix of each expert, and perhaps a bias (E, N). As Matrix, all packed or none."""
+
+    is_head = False
 
     def __init__(self, ctx: BuildContext, shape: tuple[int, ...], *, bias: bool) -> None:
         super().__init__()
@@ -71,16 +79,28 @@ class MatrixStack(nn.Module):
             return self.packed[index](x_TD, bias_N)
         return self._linear(x_TD, self.weight[index], bias_N)
 
-    def pack(self, pieces: Sequence[Piece]) -> None:
-        """Take the matrices from these, each from as many, and give back the memory of their numbers."""
-        prepare: PackedLinear = self._ctx.bind("packed_linear")
+    def pack(self, pieces: Sequence[Piece], data: Sequence[torch.Tensor] | None = None) -> None:
+        """Take the matrices from these, each from as many, and give back the memory of their numbers. data: as they
+        were packed once, as many of each."""
+        prepare = cast(PackedLinear, self._ctx.bind("packed_linear"))
         num_pieces, rest = divmod(len(pieces), self.num_matrices)
         assert rest == 0, (len(pieces), self.num_matrices)
-        packed = [prepare(pieces[start : start + num_pieces]) for start in range(0, len(pieces), num_pieces)]
+        num_arrays = len(data or ()) // self.num_matrices
+        packed = [
+            prepare(
+                pieces[index * num_pieces : (index + 1) * num_pieces],
+                data=None if data is None else data[index * num_arrays : (index + 1) * num_arrays],
+            )
+            for index in range(self.num_matrices)
+        ]
         shapes = {(self.num_matrices, each.num_outputs, each.num_inputs) for each in packed}
         assert shapes == {tuple(self.weight.shape)}, (shapes, self.weight.shape)
         self.packed = packed
         self.weight.untyped_storage().resize_(0)
+
+    def packed_data(self) -> Sequence[torch.Tensor]:
+        """What `pack` takes as data."""
+        return [data for each in self.packed or () for data in each.data]
 
     def described(self) -> ExpertStack:
         """As the op moe_experts takes it."""

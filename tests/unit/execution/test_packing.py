@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quants
 
+from tiny_gguf import FF, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, Types, write_gguf
 from tokenspeed.checkpoints import Weights, open_model
 from tokenspeed.checkpoints.gguf import BLOCKS
 from tokenspeed.core.config import ModelConfig
@@ -28,47 +26,11 @@ from tokenspeed.layers.matrix import Matrix
 from tokenspeed.models import resolve
 from tokenspeed.spmd.mesh import GroupSizes, Mesh
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FF, VOCAB = 128, 4, 2, 32, 192, 72
-Types = Mapping[str, str]
 SHAPED = ("token_embd", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 pytestmark = pytest.mark.skipif(
     not isinstance(compiled_cpu(KernelContext("cpu", torch.float32)), Ok), reason="the compiled kernels are not built"
 )
-
-
-def write_gguf(path: Path, types: Types, **more: str) -> Path:
-    """A llama of one layer. types: of tensors by the end of their name; others are Q4_1."""
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FF)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    shapes = {
-        "token_embd": (VOCAB, HIDDEN),
-        "blk.0.attn_q": (HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
-        "blk.0.attn_output": (HIDDEN, HEADS * HEAD_DIM),
-        "blk.0.ffn_gate": (FF, HIDDEN),
-        "blk.0.ffn_up": (FF, HIDDEN),
-        "blk.0.ffn_down": (HIDDEN, FF),
-    }
-    rng = np.random.default_rng(3)
-    for name, shape in shapes.items():
-        kind = GGMLQuantizationType[types.get(name.rpartition(".")[2], "Q4_1")]
-        values = (rng.standard_normal(shape) * shape[1] ** -0.5).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", quants.quantize(values, kind), raw_dtype=kind)
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def built(path: Path, ctx: BuildContext) -> tuple[Any, Weights]:

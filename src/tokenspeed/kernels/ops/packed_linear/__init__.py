@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """y = x @ weight.T + bias, of a weight that stays in the few bits of its file.
 
-`prepare(pieces, is_head=False) -> PackedMatrix` lays the weight out as the solution wants it, once; the blocks are not
-kept. pieces: one or several matrices of D inputs whose rows follow one another, each in a format of its own, such as
-the projections that read one input. The weight takes as many bytes as its blocks, up to a few rows that fill a tile.
-is_head: often no more than the highest number of each row of a product is wanted; a solution may lay the weight out for
-that, with a byte more for each of its rows.
+`prepare(pieces, is_head=False, data=None) -> PackedMatrix` lays the weight out as the solution wants it, once; the
+blocks are not kept. pieces: one or several matrices of D inputs whose rows follow one another, each in a format of its
+own, such as the projections that read one input. The weight takes as many bytes as its blocks, up to a few rows that
+fill a tile. is_head: often no more than the highest number of each row of a product is wanted; a solution may lay the
+weight out for that, with a byte more for each of its rows. data: what `matrix.data` was when the same pieces were laid
+out with the same is_head under the same `prepare.layout`, perhaps in read-only memory, at multiples of 64 bytes; it is
+used in place of the blocks, of which only the shape counts then.
 
 `matrix(x_TD, bias_N, out_dtype=None) -> y_TN`: x_TD is (T, D), float32 or bfloat16, last dimension contiguous; bias_N
 (N,) of x's dtype, or None. Returned: new (T, N) of out_dtype (x's dtype when None). T = 0 gives (0, N). A solution may
@@ -60,13 +62,15 @@ class Piece:
 
 
 class PackedMatrix(Protocol):
-    """A weight as a solution keeps it. num_bytes: what it takes. cpu_pieces_P3: where the compiled CPU kernels find it,
-    as csrc/cpu/kernels.h has a PackedPiece, for a step that runs them itself; None where it lies otherwise. in_planes:
-    so that the highest number of a row is found without reading all of it."""
+    """A weight as a solution keeps it. num_bytes: what it takes. data: all of it, arrays of (bytes,) uint8; none where
+    the solution cannot take it up again. cpu_pieces_P3: where the compiled CPU kernels find it, as csrc/cpu/kernels.h
+    has a PackedPiece, for a step that runs them itself; None where it lies otherwise. in_planes: so that the highest
+    number of a row is found without reading all of it."""
 
     num_outputs: int
     num_inputs: int
     num_bytes: int
+    data: tuple[torch.Tensor, ...]
     cpu_pieces_P3: torch.Tensor | None
     in_planes: bool
 
@@ -78,9 +82,15 @@ class PackedMatrix(Protocol):
 
 
 class PackedLinear(Protocol):
-    """Signature of the op: prepare."""
+    """Signature of the op: prepare. layout: says how `data` of its matrices is laid out, another text for each layout;
+    None where it cannot be taken up again."""
 
-    def __call__(self, pieces: Sequence[Piece], *, is_head: bool = False) -> PackedMatrix: ...
+    @property
+    def layout(self) -> str | None: ...
+
+    def __call__(
+        self, pieces: Sequence[Piece], *, is_head: bool = False, data: Sequence[torch.Tensor] | None = None
+    ) -> PackedMatrix: ...
 
 
 PIECES_MAX = 8

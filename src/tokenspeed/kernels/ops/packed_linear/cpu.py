@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -37,7 +40,15 @@ class _Memory:
 
 
 class _Packed:
-    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, memory: _Memory, *, is_head: bool) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        dtype: torch.dtype,
+        memory: _Memory,
+        *,
+        is_head: bool,
+        data: Sequence[torch.Tensor] | None,
+    ) -> None:
         assert 1 <= len(pieces) <= PIECES_MAX, f"{len(pieces)} pieces"
         self.num_inputs = pieces[0].num_inputs
         assert all(piece.num_inputs == self.num_inputs for piece in pieces), [piece.num_inputs for piece in pieces]
@@ -46,10 +57,12 @@ class _Packed:
         self.in_planes = is_head and len(pieces) == 1 and pieces[0].format in _CODES_IN_PLANES
         codes = _CODES_IN_PLANES if self.in_planes else _CODES
         formats = [codes[piece.format] for piece in pieces]
-        self._data = [_pack(piece, code, memory) for piece, code in zip(pieces, formats, strict=True)]
-        self.num_bytes = sum(len(data) for data in self._data)
-        described = zip(self._data, pieces, formats, strict=True)
-        table = [[data.data_ptr(), piece.num_outputs, code] for data, piece, code in described]
+        described = list(zip(pieces, formats, strict=True))
+        self.data = tuple(data or [_pack(piece, code, memory) for piece, code in described])
+        self.num_bytes = sum(len(each) for each in self.data)
+        assert [len(each) for each in self.data] == [_packed_size(*each) for each in described], "data of other pieces"
+        located = zip(self.data, pieces, formats, strict=True)
+        table = [[each.data_ptr(), piece.num_outputs, code] for each, piece, code in located]
         self.cpu_pieces_P3: torch.Tensor | None = torch.tensor(table)
         self._table = self.cpu_pieces_P3.data_ptr()
         self._formats, self._dtype = formats, dtype
@@ -68,7 +81,7 @@ class _Packed:
             self._table,
             0 if bias_N is None else bias_N.data_ptr(),
             out_TN.data_ptr(),
-            len(self._data),
+            len(self.data),
             num_rows,
             self.num_outputs,
             num_inputs,
@@ -79,7 +92,7 @@ class _Packed:
         return out_TN
 
     def rows(self, row_ids_T: torch.Tensor) -> torch.Tensor:
-        (data,), (code,) = self._data, self._formats
+        (data,), (code,) = self.data, self._formats
         ids_T = row_ids_T.contiguous()
         assert ids_T.dtype is torch.int64, ids_T.dtype
         out_TD = torch.empty((len(ids_T), self.num_inputs), dtype=self._dtype)
@@ -101,18 +114,42 @@ def _pack(piece: Piece, code: int, memory: _Memory) -> torch.Tensor:
     blocks_NB = piece.blocks_NB
     assert blocks_NB.stride(1) == 1, blocks_NB.stride()
     assert blocks_NB.shape[1] == piece.num_inputs // FORMATS[piece.format][0] * FORMATS[piece.format][1]
-    data = memory.take(module.packed_size(code, piece.num_outputs, piece.num_inputs))
+    data = memory.take(_packed_size(piece, code))
     module.pack(blocks_NB.data_ptr(), data.data_ptr(), piece.num_outputs, piece.num_inputs, blocks_NB.stride(0), code)
     return data
 
 
+def _packed_size(piece: Piece, code: int) -> int:
+    size: int = require_cpu_module().packed_size(code, piece.num_outputs, piece.num_inputs)
+    return size
+
+
+class _Prepare:
+    def __init__(self, ctx: KernelContext) -> None:
+        self._dtype, self._memory = ctx.dtype, _Memory()
+
+    @property
+    def layout(self) -> str:
+        """The code that lays weights out: nobody has to think of a new name for what it does."""
+        return f"{require_cpu_module().isa()} {_code_digest()}"
+
+    def __call__(
+        self, pieces: Sequence[Piece], *, is_head: bool = False, data: Sequence[torch.Tensor] | None = None
+    ) -> _Packed:
+        assert not any(each.data_ptr() % 64 for each in data or ()), "data at other addresses"
+        return _Packed(pieces, self._dtype, self._memory, is_head=is_head, data=data)
+
+
+@functools.cache
+def _code_digest() -> str:
+    digest = hashlib.sha256()
+    for path in (require_cpu_module().__file__, __file__):
+        digest.update(Path(str(path)).read_bytes())
+    return digest.hexdigest()
+
+
 def build(ctx: KernelContext) -> PackedLinear:
-    memory = _Memory()
-
-    def prepare(pieces: Sequence[Piece], *, is_head: bool = False) -> _Packed:
-        return _Packed(pieces, ctx.dtype, memory, is_head=is_head)
-
-    return prepare
+    return _Prepare(ctx)
 
 
 SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, weight_layout="tiles of 8 rows")

@@ -18,6 +18,7 @@ class _Numbers:
         self._dtype = ctx.dtype
         self.num_outputs, self.num_inputs = self._weight_ND.shape
         self.num_bytes = 4 * self._weight_ND.numel()
+        self.data: tuple[torch.Tensor, ...] = ()
         self.cpu_pieces_P3: torch.Tensor | None = None
         self.in_planes = False
 
@@ -31,12 +32,22 @@ class _Numbers:
         return self._weight_ND[row_ids_T].to(self._dtype)
 
 
-def build(ctx: KernelContext) -> PackedLinear:
-    def prepare(pieces: Sequence[Piece], *, is_head: bool = False) -> _Numbers:
-        del is_head  # there is one way to lay numbers out
-        return _Numbers(pieces, ctx)
+class _Prepare:
+    layout: str | None = None
 
-    return prepare
+    def __init__(self, ctx: KernelContext) -> None:
+        self._ctx = ctx
+
+    def __call__(
+        self, pieces: Sequence[Piece], *, is_head: bool = False, data: Sequence[torch.Tensor] | None = None
+    ) -> _Numbers:
+        del is_head  # there is one way to lay numbers out
+        assert data is None, "numbers are not taken up again"
+        return _Numbers(pieces, self._ctx)
+
+
+def build(ctx: KernelContext) -> PackedLinear:
+    return _Prepare(ctx)
 
 
 SOLUTION = Solution("reference", Band.REFERENCE, lambda _ctx: Ok(), build)

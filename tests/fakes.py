@@ -15,7 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenspeed.checkpoints import GgufVocabulary, JsonObject, Script, ScriptedReply, TokenizerSource, Weights
+from tokenspeed.checkpoints import (
+    GgufVocabulary,
+    JsonObject,
+    Script,
+    ScriptedReply,
+    SourceFile,
+    TokenizerSource,
+    Weights,
+)
 from tokenspeed.core.ipc import EngineInfo, FromEngine, Progress, Shutdown, Start, StartFailed, ToEngine, Vocabulary
 from tokenspeed.core.plan import (
     CacheGroup,
@@ -80,6 +88,7 @@ class FakeSource:
     tokenizer: TokenizerSource | None = field(default_factory=byte_vocabulary)
     chat_template: str | None = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
     script: Script | None = None
+    file: SourceFile | None = None
 
     def weights(self) -> Weights:
         raise NotImplementedError

@@ -145,17 +145,21 @@ class ModelSource(Protocol):
     """An opened model. Cheap to open: weights are only mapped when `weights()` is called.
 
     config: as in config.json. generation_config: as in generation_config.json, {} when absent.
-    tokenizer: None when the source has none. script: only of scripted models. file: that holds all of it,
-    where one does.
+    tokenizer: None when the source has none. Both may be read only now, and raise CheckpointError. script: only of
+    scripted models. file: that holds all of it, where one does.
     """
 
     path: Path
     config: JsonObject
-    generation_config: JsonObject
-    tokenizer: TokenizerSource | None
     chat_template: str | None
     script: Script | None
     file: SourceFile | None
+
+    @property
+    def generation_config(self) -> JsonObject: ...
+
+    @property
+    def tokenizer(self) -> TokenizerSource | None: ...
 
     def weights(self) -> Weights: ...
 

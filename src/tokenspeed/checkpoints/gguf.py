@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,12 +71,46 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class _Array:
+    """An array that is in the file and read when somebody wants it: vocabularies have hundreds of thousands of items,
+    and whoever opens a file for its tensors wants none of them."""
+
+    num_items: int
+    read: Callable[[], tuple[MetaValue, ...]]
+
+
+class GgufMetadata(Mapping[str, MetaValue]):
+    """The pairs of a head. An array is read anew each time it is asked for."""
+
+    def __init__(self, values: Mapping[str, MetaValue | _Array]) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> MetaValue:
+        value = self._values[key]
+        return value.read() if isinstance(value, _Array) else value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def num_items(self, key: str) -> int:
+        """Of an array; 0 where there is none."""
+        value = self._values.get(key)
+        return value.num_items if isinstance(value, _Array) else 0
+
+
+@dataclass(frozen=True, slots=True)
 class GgufFile:
     """A parsed file. Tensor data is untouched until `raw`; call `check_tensors` before that. status: of the file when
     it was opened."""
 
     path: Path
-    metadata: Mapping[str, MetaValue]
+    metadata: GgufMetadata
     tensors: Mapping[str, GgufTensor]
     data_start: int
     data: mmap.mmap
@@ -194,8 +228,8 @@ class _Cursor:
         self.offset += length
         return raw.decode("utf-8", "replace")
 
-    def value(self, kind: int, depth: int = 0) -> MetaValue:
-        """One metadata value of the given type."""
+    def value(self, kind: int, depth: int = 0) -> MetaValue | _Array:
+        """One metadata value of the given type. Of an array that it can be read later."""
         if kind in _SCALARS:
             return self.scalar(kind)
         if kind == _STRING:
@@ -211,7 +245,8 @@ class _Cursor:
         self.require(length * 8, f"an array of {length} items")
         if item_kind == _STRING:
             return self._strings(length)
-        return tuple(self.value(item_kind, depth + 1) for _ in range(length))
+        items = [self.value(item_kind, depth + 1) for _ in range(length)]
+        return _Array(length, lambda: tuple(each.read() if isinstance(each, _Array) else each for each in items))
 
     def require(self, num_bytes: int, what: str) -> None:
         """Fail unless the file holds num_bytes more."""
@@ -226,31 +261,38 @@ class _Cursor:
         self.require(length, "a string")
         return length
 
-    def _numbers(self, kind: int, length: int) -> tuple[MetaValue, ...]:
+    def _numbers(self, kind: int, length: int) -> _Array:
         self.require(length * _SCALAR_STRUCTS[kind].size, f"an array of {length} numbers")
-        numbers = np.frombuffer(self._data, np.dtype(_SCALARS[kind]), length, self.offset)
-        self.offset += numbers.nbytes
-        return tuple(numbers.tolist())
+        data, begin = self._data, self.offset
+        self.offset += length * _SCALAR_STRUCTS[kind].size
+        return _Array(length, lambda: tuple(np.frombuffer(data, np.dtype(_SCALARS[kind]), length, begin).tolist()))
 
-    def _strings(self, length: int) -> tuple[MetaValue, ...]:
+    def _strings(self, length: int) -> _Array:
         # Vocabularies have hundreds of thousands of strings: this loop is the cost of opening a file.
-        data, size, offset, unpack = self._data, self._size, self.offset, _U64.unpack_from
-        strings: list[MetaValue] = []
-        for _ in range(length):
-            if size - offset < 8:
-                break
-            begin = offset + 8
-            offset = begin + unpack(data, offset)[0]
-            if offset > size:
-                break
-            strings.append(data[begin:offset].decode("utf-8", "replace"))
-        if len(strings) < length:
+        data, begin, offset, unpack, num_passed = self._data, self.offset, self.offset, _U64.unpack_from, 0
+        try:
+            for num_passed in range(length):  # noqa: B007 - tells where it ended
+                offset += 8 + unpack(data, offset)[0]
+        except (struct.error, OverflowError):  # the one before runs past the end
+            num_passed = max(0, num_passed - (offset > self._size))
+            offset = self._size + 1
+        if offset > self._size:
             raise CheckpointError(
-                f"{self.path}: truncated or corrupt GGUF: string {len(strings)} of the {length} in the array at byte "
-                f"{self.offset} runs past the end of the file ({size} bytes)"
+                f"{self.path}: truncated or corrupt GGUF: string {num_passed} of the {length} in the array at byte "
+                f"{begin} runs past the end of the file ({self._size} bytes)"
             )
         self.offset = offset
-        return tuple(strings)
+        return _Array(length, lambda: _read_strings(data, begin, length))
+
+
+def _read_strings(data: mmap.mmap, offset: int, length: int) -> tuple[str, ...]:
+    """Strings one after another, which are known to be there."""
+    unpack, strings = _U64.unpack_from, []
+    for _ in range(length):
+        begin = offset + 8
+        offset = begin + unpack(data, offset)[0]
+        strings.append(data[begin:offset].decode("utf-8", "replace"))
+    return tuple(strings)
 
 
 def _read_counts(cursor: _Cursor) -> tuple[int, int]:
@@ -266,14 +308,14 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     return num_tensors, num_pairs
 
 
-def _read_metadata(cursor: _Cursor, num_pairs: int) -> dict[str, MetaValue]:
-    metadata: dict[str, MetaValue] = {}
+def _read_metadata(cursor: _Cursor, num_pairs: int) -> GgufMetadata:
+    metadata: dict[str, MetaValue | _Array] = {}
     for _ in range(num_pairs):
         key = cursor.name()
         if key in metadata:
             raise cursor.fail(f"metadata key {key!r} occurs twice")
         metadata[key] = cursor.value(cursor.count(wide=False))
-    return metadata
+    return GgufMetadata(metadata)
 
 
 def _read_table(cursor: _Cursor, num_tensors: int) -> dict[str, GgufTensor]:

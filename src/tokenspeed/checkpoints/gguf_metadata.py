@@ -6,11 +6,10 @@ Knows the standard keys; knows no architecture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from tokenspeed.checkpoints import GgufVocabulary
-from tokenspeed.checkpoints.gguf import GgufFile, MetaValue
+from tokenspeed.checkpoints.gguf import GgufFile, GgufMetadata, MetaValue
 from tokenspeed.core.errors import CheckpointError
 
 # Byte-level BPE vocabularies whose models expect a leading BOS although the file may not say so.
@@ -31,13 +30,17 @@ _CONTROL_TYPE = 3
 class Metadata:
     """The metadata of one file; a value of an unexpected type is a CheckpointError naming its key."""
 
-    def __init__(self, path: Path, values: Mapping[str, MetaValue]) -> None:
+    def __init__(self, path: Path, values: GgufMetadata) -> None:
         self.path = path
         self._values = values
 
     def has(self, key: str) -> bool:
         """Whether the file has this key."""
         return key in self._values
+
+    def num_items(self, key: str) -> int:
+        """Of a list, which is not read for it; 0 when absent."""
+        return self._values.num_items(key)
 
     def find_int(self, key: str) -> int | None:
         """An integer, None when absent. A list of equal integers, one a layer, counts as that integer."""
@@ -85,7 +88,7 @@ class Metadata:
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of texts, empty when absent."""
         items = self._items(key)
-        texts = tuple(item for item in items if isinstance(item, str))
+        texts = tuple([item for item in items if isinstance(item, str)])
         if len(texts) != len(items):
             raise self._wrong(key, "a list of texts")
         return texts

@@ -276,7 +276,7 @@ def _vocab_size(gguf: GgufFile, metadata: Metadata, arch: str) -> int:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is not None:
         return embedding.shape[0]
-    return metadata.find_int(f"{arch}.vocab_size") or len(metadata.texts("tokenizer.ggml.tokens"))
+    return metadata.find_int(f"{arch}.vocab_size") or metadata.num_items("tokenizer.ggml.tokens")
 
 
 def _rope_scaling(gguf: GgufFile, metadata: Metadata, arch: str) -> Config | None:

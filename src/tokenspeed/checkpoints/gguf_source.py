@@ -31,18 +31,18 @@ def open_gguf(path: Path) -> OpenedModel:
     gguf = read_gguf(path)
     config = config_of(gguf)
     check_tensors(gguf)
-    vocabulary = read_vocabulary(gguf)
-    vocab_size = config["vocab_size"]
+    num_tokens, vocab_size = gguf.metadata.num_items("tokenizer.ggml.tokens"), config["vocab_size"]
     assert isinstance(vocab_size, int), f"vocab_size is {vocab_size!r}"
-    if vocabulary is not None and len(vocabulary.tokens) > vocab_size:
+    if num_tokens > vocab_size:
         raise CheckpointError(
-            f"{path}: the vocabulary has {len(vocabulary.tokens)} tokens, but the embedding only {vocab_size} rows"
+            f"{path}: the vocabulary has {num_tokens} tokens, but the embedding only {vocab_size} rows"
         )
+    vocabulary = functools.cache(lambda: read_vocabulary(gguf))
     return OpenedModel(
         path=path,
         config=config,
-        generation_config=generation_config(gguf, vocabulary),
-        tokenizer=vocabulary,
+        read_generation_config=lambda: generation_config(gguf, vocabulary()),
+        read_tokenizer=vocabulary,
         chat_template=read_template(gguf),
         open_weights=lambda: GgufWeights(gguf, config),
         file=SourceFile.of(path, gguf.status, f"gguf {_code_digest()}"),

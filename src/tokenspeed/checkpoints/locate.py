@@ -94,11 +94,12 @@ def _open_folder(folder: Path, model: ModelConfig) -> OpenedModel:
     open_weights: Callable[[], Weights] = functools.partial(open_safetensors, folder)
     if is_mxfp4(config):
         config, open_weights = plain_config(config), lambda: Mxfp4Weights(open_safetensors(folder))
+    generation, tokenizer = read_optional_json(folder / "generation_config.json"), read_tokenizer(folder)
     return OpenedModel(
         path=folder,
         config=config,
-        generation_config=read_optional_json(folder / "generation_config.json"),
-        tokenizer=read_tokenizer(folder),
+        read_generation_config=lambda: generation,
+        read_tokenizer=lambda: tokenizer,
         chat_template=read_chat_template(folder),
         open_weights=open_weights,
     )

@@ -82,11 +82,7 @@ class AsyncLLM:
         config.validate()
         given_template(config)  # before anything is loaded
         source = await asyncio.to_thread(open_model, config.model, progress)
-        if source.tokenizer is None:
-            raise TokenizerError(
-                f"{source.path}: no tokenizer found; put tokenizer.json beside the weights, or use a GGUF file with one"
-            )
-        building = asyncio.create_task(asyncio.to_thread(Tokenizer.from_source, source.tokenizer))
+        building = asyncio.create_task(asyncio.to_thread(_tokenizer_of, source))
         starting = asyncio.create_task(EngineClient.start(launch or _launcher(config, engine), config, progress))
         tokenizer, client = await _side_by_side(building, starting)
         try:
@@ -294,6 +290,15 @@ def _launcher(config: EngineConfig, engine: EngineKind) -> Launch:
     if engine == "thread" and config.parallel.num_ranks == 1:  # one that lost a rank has to be ended from outside
         return InProcessEngine
     return lambda: EngineProcess.spawn(config)
+
+
+def _tokenizer_of(source: ModelSource) -> Tokenizer:
+    """Reads it too, which for a large vocabulary takes as long as opening a model does."""
+    if source.tokenizer is None:
+        raise TokenizerError(
+            f"{source.path}: no tokenizer found; put tokenizer.json beside the weights, or use a GGUF file with one"
+        )
+    return Tokenizer.from_source(source.tokenizer)
 
 
 async def _side_by_side(

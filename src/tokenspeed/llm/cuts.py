@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import re
 import string
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from tokenspeed.llm.pretokenizers import PRE_TOKENIZERS
@@ -105,17 +108,26 @@ def _between(added: Sequence[AddedToken], spelled: Sequence[str]) -> Cuts | None
     if any(token.rstrip and token.content[-1:].isalpha() for token in added):
         return None  # takes the whitespace after a letter
     joined = "\0".join(spelled).replace("▁", " ")
+    characters = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
     rules = []
-    for before, after in (
-        ("[A-Za-z]", _AFTER_LETTER),
-        ("\n", _AFTER_NEWLINE),
-        (f"[{_IDEOGRAPHS}]", _AFTER_IDEOGRAPH),
+    for before, codes, after in (
+        ("[A-Za-z]", list(map(ord, string.ascii_letters)), _AFTER_LETTER),
+        ("\n", [ord("\n")], _AFTER_NEWLINE),
+        (f"[{_IDEOGRAPHS}]", range(ord(_IDEOGRAPHS[0]), ord(_IDEOGRAPHS[-1]) + 1), _AFTER_IDEOGRAPH),
     ):
-        taken = set(re.findall(f"{before}(?=([^\0]))", joined))
+        taken = _followers(characters, codes)
         free = "".join(re.escape(character) for character in after if character not in taken)
         if free:
             rules.append(f"(?<={'[!-~]' if before == chr(10) else ''}{before})(?=[{free}])")
     return re.compile("|".join(rules)) if rules else None
+
+
+def _followers(characters: NDArray[np.uint32], codes: Sequence[int]) -> set[str]:
+    """What stands behind one of these characters anywhere in a text."""
+    is_one, follows = np.zeros((2, sys.maxunicode + 1), np.bool_)
+    is_one[list(codes)] = True
+    follows[characters[1:][is_one[characters[:-1]]]] = True
+    return set(map(chr, np.flatnonzero(follows)))
 
 
 def _spellings(added: Sequence[AddedToken], engine: Tokenizer) -> list[str]:

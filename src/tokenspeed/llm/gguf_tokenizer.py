@@ -7,6 +7,10 @@ Reads no file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from tokenspeed.checkpoints import GgufVocabulary
@@ -17,6 +21,8 @@ from tokenspeed.llm.vocabulary import Spelling, Vocabulary, assemble, assemble_p
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
+_HASH_BASE, _HASH_MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+"""Odd, and bits of no pattern."""
 
 
 def build_gguf(source: GgufVocabulary) -> Vocabulary:
@@ -84,12 +90,74 @@ def _spm_merges(source: GgufVocabulary) -> list[tuple[str, str]]:
         for token, score, kind in zip(source.tokens, source.scores, source.token_types, strict=True)
         if kind in (NORMAL, UNUSED)
     }
-    return [
-        (token[:cut], token[cut:])
-        for token in sorted(scores, key=lambda piece: (-scores[piece], -len(piece)))
-        for cut in range(len(token) - 1, 0, -1)
-        if token[:cut] in scores and token[cut:] in scores
-    ]
+    pieces = list(scores)
+    lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+    order = np.lexsort((-lengths, -np.fromiter(scores.values(), np.float64, len(pieces))))
+    found = _halves(pieces, lengths, order)
+    if found is None:
+        wholes = (pieces[place] for place in order.tolist())
+        halves = ((whole[:cut], whole[cut:]) for whole in wholes for cut in range(len(whole) - 1, 0, -1))
+        return [(left, right) for left, right in halves if left in scores and right in scores]
+    every = zip(*(map(pieces.__getitem__, places.tolist()) for places in found), strict=True)
+    return [(left, right) for whole, left, right in every if left + right == whole]
+
+
+Places = NDArray[np.int64]
+
+
+def _halves(pieces: Sequence[str], lengths: Places, order: Places) -> tuple[Places, Places, Places] | None:
+    """The places of all pieces that are two pieces, and of these two, in this order and the longest left part first.
+    None where that cannot be told.
+
+    A part is known by its hash, the sum of its characters times powers of an odd number modulo 2 ** 64: for any part
+    of a text that is the difference of two of its running sums. So two may be there that are not the halves. But none
+    is missing, where no two pieces have the same hash.
+    """
+    characters = np.frombuffer("".join(pieces).encode("utf-32-le", "surrogatepass"), np.uint32)
+    powers = np.full(len(characters) + 1, _HASH_BASE, np.uint64)
+    powers[0] = 1
+    powers = np.multiply.accumulate(powers)
+    sums = np.zeros_like(powers)
+    np.cumsum(characters * powers[:-1], out=sums[1:])
+
+    def hashes(begins: Places, ends: Places) -> NDArray[np.uint64]:
+        return (sums[ends] - sums[begins]) * powers[len(characters) - begins]
+
+    ends = np.cumsum(lengths)
+    known = _Known(hashes(ends - lengths, ends))
+    if not known.are_distinct:
+        return None
+    num_cuts = np.maximum(lengths[order] - 1, 0)
+    wholes = np.repeat(order, num_cuts)
+    cuts = (ends - lengths)[wholes] + np.repeat(np.cumsum(num_cuts), num_cuts) - np.arange(len(wholes))
+    lefts, is_known = known.find(hashes((ends - lengths)[wholes], cuts))
+    wholes, cuts = wholes[is_known], cuts[is_known]
+    rights, is_right_known = known.find(hashes(cuts, ends[wholes]))
+    return wholes[is_right_known], lefts[is_right_known], rights
+
+
+class _Known:
+    """Where each of many hashes is."""
+
+    def __init__(self, hashes: NDArray[np.uint64]) -> None:
+        self._order = np.argsort(hashes)
+        self._sorted = hashes[self._order]
+        self.are_distinct = bool((self._sorted[1:] != self._sorted[:-1]).all())
+        self._shift = np.uint64(64 - (16 * len(hashes)).bit_length())
+        self._may_be = np.zeros(1 << (16 * len(hashes)).bit_length(), np.bool_)
+        self._may_be[self._short(hashes)] = True
+
+    def find(self, hashes: NDArray[np.uint64]) -> tuple[Places, NDArray[np.bool_]]:
+        """The places of those that are known, and which these are."""
+        is_known = self._may_be[self._short(hashes)]  # most are not, and a look at one bit says so
+        wanted = hashes[is_known]
+        found = np.minimum(np.searchsorted(self._sorted, wanted), len(self._sorted) - 1)
+        is_there = self._sorted[found] == wanted
+        is_known[is_known] = is_there
+        return self._order[found[is_there]], is_known
+
+    def _short(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return (hashes * np.uint64(_HASH_MIX)) >> self._shift
 
 
 def _finish(

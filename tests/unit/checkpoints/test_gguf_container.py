@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from tokenspeed.checkpoints import gguf as container
 from tokenspeed.checkpoints.gguf import check_tensors, read_gguf
 from tokenspeed.core.errors import CheckpointError, StartError, UnsupportedModelError
 
@@ -67,6 +68,18 @@ def test_values_and_tensors(tmp_path: Path) -> None:
     assert (first.shape, first.type_name) == ((2, 3), "F32")
     assert (second.shape, second.type_name) == ((4, 32), "Q8_0")
     np.testing.assert_array_equal(gguf.raw(first).view(np.float32), np.arange(6))
+
+
+def test_arrays_are_read_when_they_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who opens a file for its tensors reads no vocabulary, but knows its size."""
+    write_small(tmp_path / "small.gguf")
+    metadata = read_gguf(tmp_path / "small.gguf").metadata
+    assert [metadata.num_items(key) for key in ("small.texts", "small.numbers", "small.text", "none")] == [3, 3, 0, 0]
+    assert ("small.texts" in metadata, "none" in metadata) == (True, False)
+    assert set(metadata) == set(dict(metadata))
+    assert len(metadata) == len(dict(metadata))
+    monkeypatch.setattr(container, "_read_strings", lambda *_: ("read", "now"))
+    assert metadata["small.texts"] == ("read", "now")
 
 
 @pytest.mark.parametrize(

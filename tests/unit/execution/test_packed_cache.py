@@ -241,15 +241,16 @@ def test_two_engines_that_start_at_once_have_the_same_weights(
     assert num_packed() == 0
 
 
-def test_what_an_entry_holds_multiplies_alike() -> None:
+@pytest.mark.parametrize("is_head", [False, True])
+def test_what_an_entry_holds_multiplies_alike(is_head: bool) -> None:
     """From read-only memory, with pieces of which only the shape is known."""
     from tokenspeed.execution.packed_cache import _tensors
     from tokenspeed.kernels.ops.packed_linear import Piece
     from tokenspeed.kernels.ops.packed_linear.cases import drawn
 
     prepare = packed_linear.build(KernelContext("cpu", torch.float32))
-    pieces = [drawn("q4_k", 21, 512), drawn("q8_0", 9, 512)]
-    packed = prepare(pieces)
+    pieces = [drawn("q8_0", 21, 512)] if is_head else [drawn("q4_k", 21, 512), drawn("q8_0", 9, 512)]
+    packed = prepare(pieces, is_head=is_head)
     copies = []
     for data in packed.data:
         room = np.zeros(len(data) + 64, np.uint8)
@@ -260,7 +261,9 @@ def test_what_an_entry_holds_multiplies_alike() -> None:
     shapes = [
         Piece(each.format, torch.empty(each.blocks_NB.shape, dtype=torch.uint8, device="meta")) for each in pieces
     ]
-    again = prepare(shapes, _tensors(copies))
+    shapes = [Piece(each.format, each.blocks_NB.to("meta")) for each in pieces]
+    again = prepare(shapes, is_head=is_head, data=_tensors(copies))
+    assert again.in_planes is packed.in_planes is is_head
     x_TD = torch.randn(3, 512)
     assert torch.equal(again(x_TD, None), packed(x_TD, None))
     assert (again.num_bytes, again.num_outputs) == (packed.num_bytes, packed.num_outputs)

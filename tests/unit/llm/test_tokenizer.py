@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +17,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
 import tiny_vocabularies as tiny
-from tokenspeed.checkpoints import TokenizerFile
+from tokenspeed.checkpoints import GgufVocabulary, TokenizerFile
 from tokenspeed.core.errors import StartError, TokenizerError
 from tokenspeed.core.request import pack_ids
+from tokenspeed.llm import gguf_tokenizer
 from tokenspeed.llm.pretokenizers import PRE_TOKENIZERS
 from tokenspeed.llm.tokenizer import Tokenizer
 
@@ -281,3 +283,36 @@ def test_a_tokenizer_that_cannot_be_decoded_exactly_is_refused(tmp_path: Path) -
     engine = Engine(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     with pytest.raises(TokenizerError, match="neither a byte-level nor a SentencePiece"):
         Tokenizer.from_source(_write(tmp_path / "tokenizer.json", engine, {}))
+
+
+def plain_merges(source: GgufVocabulary) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, as the rule is written."""
+    described = zip(source.tokens, source.scores, source.token_types, strict=True)
+    scores = {token: score for token, score, kind in described if kind in (1, 5)}
+    return [
+        (token[:cut], token[cut:])
+        for token in sorted(scores, key=lambda piece: (-scores[piece], -len(piece)))
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+
+
+@pytest.mark.parametrize("hash_base", [None, 1, 3], ids=["told-apart", "anagrams-alike", "some-alike"])
+def test_spm_merges_are_all_pairs_of_pieces(hash_base: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pieces that are there twice, empty, of equal scores, of kinds that never merge; whatever their hashes are."""
+    if hash_base is not None:
+        monkeypatch.setattr(gguf_tokenizer, "_HASH_BASE", hash_base)
+    rng = random.Random(5)
+    letters = "ab\u2581\U0001f600\ud800"
+    tokens = ["", *letters, *("".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in range(1500))]
+    source = dataclasses.replace(
+        tiny.spm(),
+        tokens=tuple(tokens),
+        scores=tuple(float(-rng.randint(0, 40)) for _ in tokens),
+        token_types=tuple(rng.choice((1, 1, 1, 1, 3, 4, 5, 6)) for _ in tokens),
+    )
+    merges = gguf_tokenizer._spm_merges(source)
+    assert len(merges) > 500
+    assert merges == plain_merges(source)
+    nothing = dataclasses.replace(source, token_types=(3,) * len(tokens))
+    assert gguf_tokenizer._spm_merges(nothing) == []

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from drawn_moe import ARCHITECTURES, write_moe
 from tiny_gguf import write_gguf
 from tokenspeed import checkpoints
 from tokenspeed.core.config import EngineConfig
@@ -96,10 +97,15 @@ def test_the_second_start_maps_what_the_first_packed(
     assert entry.stat().st_ino == inode
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_tokens_are_the_same_from_what_is_mapped(
-    tmp_path: Path, tools: Any, started: Callable[..., str], num_packed: Callable[[], int]
+    tmp_path: Path, tools: Any, num_packed: Callable[[], int], kind: str
 ) -> None:
-    path = write_gguf(tmp_path / "a.gguf", {"ffn_down": "Q5_0", "attn_v": "Q8_0"})
+    path = tmp_path / "a.gguf"
+    if kind == "dense":
+        write_gguf(path, {"ffn_down": "Q5_0", "attn_v": "Q8_0", "token_embd": "Q8_0"})
+    else:
+        write_moe(path, next(iter(ARCHITECTURES)), "q8_0")
     found = []
     for packed_cache_used in (False, True):
         loop = tools.Loop(tools.engine_config(path))

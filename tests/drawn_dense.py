@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenspeed.kernels.kv_pages import from_codes, to_codes
 from tokenspeed.kernels.ops.decode_step import GELU_TANH, SILU, DecodeBatch, DenseLayer, DenseModel, Prepare
 from tokenspeed.kernels.ops.decode_step.reference import prepare as reference
 from tokenspeed.kernels.registry import KernelContext, Reason, solutions_of
@@ -73,8 +74,12 @@ class Drawn:
         shape = self.shape
         extent = (num_pages, shape.num_kv_heads, shape.block_size, shape.head_dim)
         if shape.head_major:
-            return self.normal(*extent).to(self.page_dtype).transpose(1, 2)
-        return self.normal(extent[0], extent[2], extent[1], extent[3]).to(self.page_dtype)
+            return self.kept(self.normal(*extent)).transpose(1, 2)
+        return self.kept(self.normal(extent[0], extent[2], extent[1], extent[3]))
+
+    def kept(self, numbers: torch.Tensor) -> torch.Tensor:
+        """As pages keep them."""
+        return to_codes(numbers) if self.page_dtype is torch.int8 else numbers.to(self.page_dtype)
 
     def layer(self, num_pages: int, window: int | None, group: int) -> DenseLayer:
         shape = self.shape
@@ -177,8 +182,18 @@ def poison_unseen(model: DenseModel, batch: DecodeBatch) -> None:
             places = torch.arange(first, position)
             pages = batch.block_tables[layer.group][row].cpu()[places // block_size].long()
             seen[pages, places % block_size] = True
+        unseen = ~seen[:, :, None, None].to(layer.k_pages.device)
         for pages in (layer.k_pages, layer.v_pages):
-            pages.masked_fill_(~seen[:, :, None, None].to(pages.device), float("nan"))
+            if pages.dtype is torch.int8:
+                nothing = to_codes(torch.full_like(from_codes(pages), float("nan")))
+                pages.copy_(torch.where(unseen, nothing, pages))
+            else:
+                pages.masked_fill_(unseen, float("nan"))
+
+
+def numbers_of(pages: torch.Tensor) -> torch.Tensor:
+    """What pages keep, in float32."""
+    return from_codes(pages) if pages.dtype is torch.int8 else pages.float()
 
 
 def solution(name: str, device: str, dtype: torch.dtype) -> Prepare:
@@ -205,5 +220,5 @@ def agreement(prepare: Prepare, drawn: Drawn, positions: list[int], *, tolerance
     for ours, theirs in zip(model.layers, expected_model.layers, strict=True):
         for actual, expected in ((ours.k_pages, theirs.k_pages), (ours.v_pages, theirs.v_pages)):
             torch.testing.assert_close(
-                actual.float(), expected.float(), rtol=tolerance, atol=tolerance * 4, equal_nan=True
+                numbers_of(actual), numbers_of(expected), rtol=tolerance, atol=tolerance * 4, equal_nan=True
             )

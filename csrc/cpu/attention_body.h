@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over pages with a running softmax (arXiv:2205.14135), in float32; what pages keep is widened where it is
-// read.
+// read. Of int8 they keep codes: sums are of codes, a key's scale multiplies its score and a value's scale its weight.
 //
 // What is added to what depends on a token's position alone: keys are taken in tiles of kTile positions aligned to the
 // sequence, tiles are gathered into spans of kSpan positions with a softmax state of their own, and spans are merged in
@@ -15,6 +15,10 @@ namespace {
 
 constexpr std::int64_t kSpan = 256;
 constexpr std::int64_t kTokenBlock = 16;  // tokens of a row that share their tiles
+
+// Whether what pages keep of a head are codes and a scale.
+template <typename N>
+constexpr bool kHasScales = sizeof(N) == 1;
 
 template <typename T>
 TOKENSPEED_INLINE void widen(const T* source, float* target, std::int64_t size, std::int64_t width) {
@@ -111,28 +115,44 @@ struct AttentionJob {
     });
   }
 
-  // Positions of a tile at or past the last that is there repeat that one.
-  template <typename Any>
-  static void fill_tile(TileOf<Any>& tile, std::int64_t num_live) {
-    for (std::int64_t t = num_live; t < kTile; ++t) {
-      tile.keys[t] = tile.keys[num_live - 1];
-      tile.values[t] = tile.values[num_live - 1];
+  // Reads the scales of a key and of a value, where pages have such.
+  void read_scales(const N* key, const N* value, std::int64_t t, Scales& scales) const {
+    if constexpr (kHasScales<N>) {
+      __builtin_memcpy(&scales.keys[t], key + args.head_dim, sizeof(float));
+      __builtin_memcpy(&scales.values[t], value + args.head_dim, sizeof(float));
     }
   }
 
+  // Positions of a tile at or past the last that is there repeat that one.
+  template <typename Any>
+  static void fill_tile(TileOf<Any>& tile, std::int64_t num_live, Scales& scales) {
+    for (std::int64_t t = num_live; t < kTile; ++t) {
+      tile.keys[t] = tile.keys[num_live - 1];
+      tile.values[t] = tile.values[num_live - 1];
+      if constexpr (kHasScales<N>) {
+        scales.keys[t] = scales.keys[num_live - 1];
+        scales.values[t] = scales.values[num_live - 1];
+      }
+    }
+    tile.scales = kHasScales<N> ? &scales : nullptr;
+  }
+
   // Points at the keys and values of positions [start, start + kTile) that are before `end`.
-  void point_at_tile(const QueryBlock& block, std::int64_t start, std::int64_t end, TileOf<N>& tile) const {
+  void point_at_tile(const QueryBlock& block, std::int64_t start, std::int64_t end, Scales& scales,
+                     TileOf<N>& tile) const {
     std::int64_t t = 0;
     for_tokens(block, start, min_of(start + kTile, end), [&](const N* key, const N* value) {
       tile.keys[t] = key;
       tile.values[t] = value;
+      read_scales(key, value, t, scales);
       t += 1;
     });
-    fill_tile(tile, t);
+    fill_tile(tile, t, scales);
   }
 
-  // The same as floats, padded with zeros to `width`.
-  void copy_tile(const QueryBlock& block, std::int64_t start, std::int64_t end, float* copies, Tile& tile) const {
+  // The same as floats in `copies`, padded with zeros to `width`.
+  void copy_tile(const QueryBlock& block, std::int64_t start, std::int64_t end, float* copies, Scales& scales,
+                 Tile& tile) const {
     std::int64_t t = 0;
     for_tokens(block, start, min_of(start + kTile, end), [&](const N* key, const N* value) {
       float* key_copy = copies + 2 * t * width;
@@ -140,9 +160,10 @@ struct AttentionJob {
       widen(value, key_copy + width, args.head_dim, width);
       tile.keys[t] = key_copy;
       tile.values[t] = key_copy + width;
+      read_scales(key, value, t, scales);
       t += 1;
     });
-    fill_tile(tile, t);
+    fill_tile(tile, t, scales);
   }
 
   // The softmax states of the block's queries over the positions of one span.
@@ -157,14 +178,15 @@ struct AttentionJob {
     const std::int64_t seen_start = max_of(span * kSpan, window_start(position(block, 0)));
     for (std::int64_t start = seen_start / kTile * kTile; start < end; start += kTile) {
       fetch_tile(block, start + kTile, end);
+      Scales scales;
       if (block.num_tokens == 1 && width == args.head_dim) {
         TileOf<N> tile;
-        point_at_tile(block, start, end, tile);
+        point_at_tile(block, start, end, scales, tile);
         attend_alone(block, start, queries, tile, states);
         continue;
       }
       Tile tile;
-      copy_tile(block, start, end, copies, tile);
+      copy_tile(block, start, end, copies, scales, tile);
       if (block.num_tokens == 1) {
         attend_alone(block, start, queries, tile, states);
       } else {
@@ -383,10 +405,15 @@ void paged_attention_of(const AttentionArgs& args) {
 }
 
 void paged_attention(const AttentionArgs& args) {
-  if (args.dtype == DType::kBFloat16) {
-    return paged_attention_of<Bf16, Bf16>(args);
+  const bool is_wide = args.dtype == DType::kFloat32;
+  switch (args.page_dtype) {
+    case DType::kFloat32:
+      return paged_attention_of<float, float>(args);
+    case DType::kBFloat16:
+      return is_wide ? paged_attention_of<float, Bf16>(args) : paged_attention_of<Bf16, Bf16>(args);
+    case DType::kInt8:
+      return is_wide ? paged_attention_of<float, std::int8_t>(args) : paged_attention_of<Bf16, std::int8_t>(args);
   }
-  args.page_dtype == DType::kFloat32 ? paged_attention_of<float, float>(args) : paged_attention_of<float, Bf16>(args);
 }
 
 }  // namespace

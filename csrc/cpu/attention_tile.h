@@ -18,11 +18,18 @@ struct Softmax {
   float total;
 };
 
-// Keys and values of a tile, each a run of numbers N.
+// What the codes of each key and value of a tile are multiplied by.
+struct Scales {
+  float keys[kTile];
+  float values[kTile];
+};
+
+// Keys and values of a tile, each a run of numbers N. scales: null where these are not codes.
 template <typename N>
 struct TileOf {
   const N* keys[kTile];
   const N* values[kTile];
+  const Scales* scales = nullptr;
 };
 using Tile = TileOf<float>;
 
@@ -77,14 +84,18 @@ TOKENSPEED_INLINE void add_values(Softmax* states, const TileOf<N>& tile, const 
 }
 
 // From sums of products to scores: those of the positions [first, last) of a tile, kNoScore elsewhere; returns the
-// largest.
-TOKENSPEED_INLINE float to_scores(const AttentionArgs& args, std::int64_t first, std::int64_t last, float* scores) {
+// largest. scales: of the codes of each key, or null.
+TOKENSPEED_INLINE float to_scores(const AttentionArgs& args, std::int64_t first, std::int64_t last, const float* scales,
+                                  float* scores) {
   alignas(64) static constexpr std::int32_t kPlaces[kTile] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
                                                               11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
                                                               22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
   Vec tops = splat(kNoScore);
   for (std::int64_t t = 0; t < kTile; t += kLanes) {
     Vec score = load(scores + t) * args.scale;
+    if (scales != nullptr) {
+      score *= load(scales + t);
+    }
     for (int i = 0; args.soft_cap > 0.0F && i < kLanes; ++i) {
       score[i] = args.soft_cap * __builtin_tanhf(score[i] / args.soft_cap);
     }
@@ -225,18 +236,18 @@ __attribute__((noinline)) void multiply_turned(const float* queries, std::int64_
   }
 }
 
-// From the sums of products of one query to the weights of the positions [first, last), zeros elsewhere; the query's
-// softmax takes them into its total. Returns what its values so far are to be multiplied by.
-TOKENSPEED_INLINE float to_weights(const AttentionArgs& args, std::int64_t first, std::int64_t last, float* weights,
-                                   Softmax& state) {
-  const float tile_top = to_scores(args, first, last, weights);
+// From the sums of products of one query to what the values of the positions [first, last) are multiplied by; the
+// query's softmax takes the weights into its total. Returns what its values so far are to be multiplied by.
+TOKENSPEED_INLINE float to_weights(const AttentionArgs& args, std::int64_t first, std::int64_t last,
+                                   const Scales* scales, float* weights, Softmax& state) {
+  const float tile_top = to_scores(args, first, last, scales == nullptr ? nullptr : scales->keys, weights);
   const float top = tile_top > state.top ? tile_top : state.top;
   const float decay = exp(state.top - top);
   Vec total = Vec{};
   for (std::int64_t i = 0; i < kTile; i += kLanes) {
     const Vec score = load(weights + i);
     const Vec weight = score > splat(kNoScore) ? exp(score - top) : Vec{};
-    store(weights + i, weight);
+    store(weights + i, scales == nullptr ? weight : weight * load(scales->values + i));
     total += weight;
   }
   state.top = top;
@@ -251,7 +262,7 @@ __attribute__((noinline)) void add_tile(const AttentionArgs& args, std::int64_t 
                                         std::int64_t first, std::int64_t last, float* weights, Softmax* states) {
   float decays[kNum];
   for (int query = 0; query < kNum; ++query) {
-    decays[query] = to_weights(args, first, last, weights + query * kTile, states[query]);
+    decays[query] = to_weights(args, first, last, tile.scales, weights + query * kTile, states[query]);
   }
   constexpr int kMost = kNum == 1 ? 8 : kLanes == 16 || kNum < 4 ? 4 : 2;  // vectors at a time, which fill registers
   std::int64_t offset = 0;

@@ -8,6 +8,7 @@ namespace tokenspeed::cpu {
 namespace {
 
 constexpr std::int64_t kSerialSize = 16384;  // elements below which waking a thread costs more than it saves
+constexpr float kLeastHead = 1e-36F;         // whose codes are zeros where all is smaller: its inverse may be infinite
 
 // Calls body(row) for each row, on several threads where there is enough to do.
 template <typename Body>
@@ -136,6 +137,51 @@ void gated_of(const GatedArgs& args) {
 
 void gated(const GatedArgs& args) { args.dtype == DType::kFloat32 ? gated_of<float>(args) : gated_of<Bf16>(args); }
 
+// To the nearest whole number, of two to the even one, of numbers below 2^22. The sign is taken off as a bit: otherwise
+// the compiler may join the product before this and the sum here, and so round once where it should twice.
+TOKENSPEED_INLINE VecInt nearest_whole(Vec value) {
+  const VecInt negative = as<VecInt>(value) >> 31;
+  const Vec size = as<Vec>(as<VecInt>(value) & 0x7FFFFFFF);
+  return ((as<VecInt>(size + 12582912.0F) - 0x4B400000) ^ negative) - negative;
+}
+
+// The largest number without its sign; NaN or infinite where one of them is.
+template <typename T>
+TOKENSPEED_INLINE float largest_in(const T* source, std::int64_t size) {
+  VecInt most = {};
+  for_vectors(size, [&](std::int64_t i, int count) {
+    // Of numbers without a sign the bits are in the same order, and those of what is not finite come last.
+    const VecInt bits = as<VecInt>(load_upto(source + i, count)) & 0x7FFFFFFF;
+    most = most > bits ? most : bits;
+  });
+  std::int32_t largest = 0;
+  for (int i = 0; i < kLanes; ++i) {
+    largest = most[i] > largest ? most[i] : largest;
+  }
+  float result;
+  __builtin_memcpy(&result, &largest, sizeof(result));
+  return result;
+}
+
+// A head as codes with their scale behind them. What is not finite makes that NaN, and so whatever attends the token.
+template <typename T>
+TOKENSPEED_INLINE void write_codes(const T* source, std::int64_t size, std::int8_t* target) {
+  const float largest = largest_in(source, size);
+  const bool is_finite = largest < __builtin_inff();
+  const float scale = is_finite ? largest / 127.0F : __builtin_nanf("");
+  __builtin_memcpy(target + size, &scale, sizeof(scale));
+  if (!is_finite || largest < kLeastHead) {
+    __builtin_memset(target, 0, static_cast<std::size_t>(size));
+    return;
+  }
+  const float inverse = 127.0F / largest;
+  for_vectors(size, [&](std::int64_t i, int count) {
+    const VecInt codes = nearest_whole(load_upto(source + i, count) * inverse);
+    const VecByte bytes = __builtin_convertvector(codes, VecByte);
+    __builtin_memcpy(target + i, &bytes, static_cast<std::size_t>(count));
+  });
+}
+
 template <typename T, typename N>
 void kv_write_of(const KvWriteArgs& args) {
   for (std::int64_t token = 0; token < args.num_tokens; ++token) {
@@ -144,7 +190,9 @@ void kv_write_of(const KvWriteArgs& args) {
     for (std::int64_t head = 0; head < args.num_heads; ++head) {
       N* target = static_cast<N*>(args.pages) + place + head * args.page_head_stride;
       const T* source = static_cast<const T*>(args.source) + token * args.token_stride + head * args.head_stride;
-      if constexpr (sizeof(T) == sizeof(N)) {
+      if constexpr (sizeof(N) == 1) {
+        write_codes(source, args.head_dim, target);
+      } else if constexpr (sizeof(T) == sizeof(N)) {
         __builtin_memcpy(target, source, static_cast<std::size_t>(args.head_dim) * sizeof(T));
       } else {
         for_vectors(args.head_dim,
@@ -155,10 +203,15 @@ void kv_write_of(const KvWriteArgs& args) {
 }
 
 void kv_write(const KvWriteArgs& args) {
-  if (args.dtype == DType::kBFloat16) {
-    return kv_write_of<Bf16, Bf16>(args);
+  const bool is_wide = args.dtype == DType::kFloat32;
+  switch (args.page_dtype) {
+    case DType::kFloat32:
+      return kv_write_of<float, float>(args);
+    case DType::kBFloat16:
+      return is_wide ? kv_write_of<float, Bf16>(args) : kv_write_of<Bf16, Bf16>(args);
+    case DType::kInt8:
+      return is_wide ? kv_write_of<float, std::int8_t>(args) : kv_write_of<Bf16, std::int8_t>(args);
   }
-  args.page_dtype == DType::kFloat32 ? kv_write_of<float, float>(args) : kv_write_of<float, Bf16>(args);
 }
 
 }  // namespace

@@ -26,6 +26,8 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef std::int32_t VecInt __attribute__((vector_size(kLanes * 4)));
 typedef std::uint32_t VecBits __attribute__((vector_size(kLanes * 4)));
 typedef std::uint16_t VecHalf __attribute__((vector_size(kLanes * 2)));
+typedef std::int16_t VecShort __attribute__((vector_size(kLanes * 2)));
+typedef std::int8_t VecByte __attribute__((vector_size(kLanes)));
 typedef float Vec8 __attribute__((vector_size(kFold * 4)));
 
 template <typename To, typename From>
@@ -79,6 +81,22 @@ TOKENSPEED_INLINE VecBits widened(const Bf16* source) {
 }
 
 TOKENSPEED_INLINE Vec load(const Bf16* source) { return as<Vec>(widened(source) << 16); }
+
+TOKENSPEED_INLINE Vec load(const std::int8_t* source) {
+#if TOKENSPEED_LANES == 16 && defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  const VecInt wide = as<VecInt>(_mm512_maskz_cvtepi8_epi32(0xFFFF, bytes));
+#elif TOKENSPEED_LANES == 8 && defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source));
+  const VecInt wide = as<VecInt>(_mm256_cvtepi8_epi32(bytes));
+#else
+  VecByte bytes;
+  __builtin_memcpy(&bytes, source, sizeof(bytes));
+  // In two steps: the compiler takes numbers one by one where they become four times as wide.
+  const VecInt wide = __builtin_convertvector(__builtin_convertvector(bytes, VecShort), VecInt);
+#endif
+  return __builtin_convertvector(wide, Vec);
+}
 
 TOKENSPEED_INLINE void store(float* target, Vec value) { __builtin_memcpy(target, &value, sizeof(value)); }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -44,6 +45,22 @@ std::vector<char> random_values(std::size_t count, DType dtype) {
     std::memcpy(bytes.data(), random_bf16(count).data(), bytes.size());
   }
   return bytes;
+}
+
+// Heads of K or V as pages keep them, one after another.
+std::vector<char> random_pages(std::int64_t num_heads, std::int64_t head_dim, DType dtype) {
+  const auto count = static_cast<std::size_t>(num_heads * head_dim);
+  if (dtype != DType::kInt8) {
+    return random_values(count, dtype);
+  }
+  const auto numbers = random_floats(count);
+  std::vector<std::int64_t> slots(static_cast<std::size_t>(num_heads));
+  std::iota(slots.begin(), slots.end(), 0);
+  std::vector<char> pages(count + 4 * slots.size());
+  const std::int64_t page_dim = head_dim + 4;
+  portable_kernels().kv_write({numbers.data(), pages.data(), slots.data(), num_heads, 1, head_dim, num_heads, head_dim,
+                               head_dim, 0, page_dim, page_dim, DType::kFloat32, DType::kInt8});
+  return pages;
 }
 
 float value_at(const std::vector<char>& bytes, std::size_t index, DType dtype) {
@@ -248,14 +265,15 @@ void check_attention(const Kernels& set, AttentionDTypes dtypes, std::int64_t qu
   constexpr std::int64_t kHeads = 6, kBlock = 16;
   const std::int64_t num_pages = (seq_len + kBlock - 1) / kBlock;
   const auto q = random_values(static_cast<std::size_t>(query_len * kHeads * head_dim), dtype);
-  const auto pool_size = static_cast<std::size_t>(num_pages * kBlock * kKvHeads * head_dim);
-  const auto k = random_values(pool_size, page_dtype);
-  const auto v = random_values(pool_size, page_dtype);
+  const std::int64_t num_heads_kept = num_pages * kBlock * kKvHeads;
+  const auto k = random_pages(num_heads_kept, head_dim, page_dtype);
+  const auto v = random_pages(num_heads_kept, head_dim, page_dtype);
   std::vector<std::int32_t> table;
   for (std::int64_t page = num_pages; page > 0; --page) {
     table.push_back(static_cast<std::int32_t>(page - 1));
   }
-  const std::int64_t slot = kKvHeads * head_dim;
+  const std::int64_t page_dim = page_dtype == DType::kInt8 ? head_dim + 4 : head_dim;
+  const std::int64_t slot = kKvHeads * page_dim;
   const std::int64_t item_size = dtype == DType::kFloat32 ? 4 : 2;
   const std::int64_t token_bytes = kHeads * head_dim * item_size;
   auto attend = [&](const Kernels& kernels, std::int64_t first, std::int64_t count, void* out) {
@@ -279,10 +297,10 @@ void check_attention(const Kernels& set, AttentionDTypes dtypes, std::int64_t qu
                              .q_head_stride = head_dim,
                              .k_page_stride = kBlock * slot,
                              .k_slot_stride = slot,
-                             .k_head_stride = head_dim,
+                             .k_head_stride = page_dim,
                              .v_page_stride = kBlock * slot,
                              .v_slot_stride = slot,
-                             .v_head_stride = head_dim,
+                             .v_head_stride = page_dim,
                              .table_stride = num_pages,
                              .scale = 0.2F,
                              .window = window,
@@ -325,6 +343,49 @@ void check_kv_write(const Kernels& set) {
   if (pages != write(portable_kernels()) || std::memcmp(pages.data() + 5 * kHeadDim, rounded, sizeof(rounded)) != 0) {
     std::printf("kv_write: %s rounds otherwise\n", set.isa);
     num_failures += 1;
+  }
+}
+
+// Codes and scales: the same bits from every set; of halves the even code, zeros and NaN as such.
+void check_codes(const Kernels& set) {
+  constexpr std::int64_t kHeadDim = 21, kPageDim = kHeadDim + 4;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    auto source = random_values(4 * kHeadDim, dtype);
+    auto fill = [&](std::int64_t head, std::int64_t first, std::int64_t count, float value) {
+      std::uint32_t bits = 0;
+      std::memcpy(&bits, &value, sizeof(bits));
+      const std::uint16_t half = static_cast<std::uint16_t>(bits >> 16);
+      for (std::int64_t i = head * kHeadDim + first; i < head * kHeadDim + first + count; ++i) {
+        dtype == DType::kFloat32 ? std::memcpy(source.data() + 4 * i, &value, 4)
+                                 : std::memcpy(source.data() + 2 * i, &half, 2);
+      }
+    };
+    fill(0, 0, kHeadDim, 2.5F);
+    fill(0, 1, 1, -3.5F);
+    fill(0, kHeadDim - 1, 1, 127.0F);
+    fill(1, 0, kHeadDim, 0.0F);
+    fill(2, 20, 1, NAN);
+    const std::vector<std::int64_t> slots{3, 0, 1, 2};
+    auto write = [&](const Kernels& kernels) {
+      std::vector<std::int8_t> pages(4 * kPageDim);
+      kernels.kv_write({source.data(), pages.data(), slots.data(), 4, 1, kHeadDim, 4, kHeadDim, kHeadDim, 0, kPageDim,
+                        kPageDim, dtype, DType::kInt8});
+      return pages;
+    };
+    const auto pages = write(set);
+    auto scale = [&](std::int64_t slot) {
+      float value = 0.0F;
+      std::memcpy(&value, pages.data() + slot * kPageDim + kHeadDim, sizeof(value));
+      return value;
+    };
+    const std::int8_t* halves = pages.data() + 3 * kPageDim;
+    const bool is_even = halves[0] == 2 && halves[1] == -4 && halves[kHeadDim - 1] == 127 && scale(3) == 1.0F;
+    const std::vector<std::int8_t> zeros(kPageDim);
+    const bool has_zeros = std::memcmp(pages.data(), zeros.data(), kPageDim) == 0;
+    if (pages != write(portable_kernels()) || !is_even || !has_zeros || !std::isnan(scale(1))) {
+      std::printf("kv_write: %s has other codes\n", set.isa);
+      num_failures += 1;
+    }
   }
 }
 
@@ -428,7 +489,9 @@ void check_set(const Kernels& set) {
   }
   for (const AttentionDTypes dtypes : {AttentionDTypes{DType::kFloat32, DType::kFloat32},
                                        {DType::kFloat32, DType::kBFloat16},
-                                       {DType::kBFloat16, DType::kBFloat16}}) {
+                                       {DType::kFloat32, DType::kInt8},
+                                       {DType::kBFloat16, DType::kBFloat16},
+                                       {DType::kBFloat16, DType::kInt8}}) {
     for (const std::int64_t head_dim : {20, 64, 128, 256}) {
       check_attention(set, dtypes, 1, 1300, head_dim, 0);
       check_attention(set, dtypes, 40, 70, head_dim, 0);
@@ -440,6 +503,7 @@ void check_set(const Kernels& set) {
     }
   }
   check_kv_write(set);
+  check_codes(set);
   std::printf("%s: compared with portable\n", set.isa);
 }
 

@@ -101,7 +101,22 @@ class Rig {
       }
       data = halves.data();
     }
-    return {data, kKvHeads * kBlock * kHeadDim, kHeadDim, kBlock * kHeadDim};
+    std::int64_t page_dim = kHeadDim;
+    if (dtype == DType::kInt8) {
+      // A head is its codes and then their scale.
+      page_dim += 4;
+      auto& bytes = bytes_.emplace_back(static_cast<std::size_t>(kPages * kBlock * kKvHeads * page_dim));
+      for (std::size_t i = 0, head = 0; head < bytes.size(); head += static_cast<std::size_t>(page_dim)) {
+        for (std::int64_t k = 0; k < kHeadDim; ++k, ++i) {
+          bytes[head + static_cast<std::size_t>(k)] =
+              static_cast<std::uint8_t>(std::bit_cast<std::uint32_t>(values[i]));
+        }
+        const float scale = 0.01F * (1.5F + std::tanh(values[i - 1]));
+        std::memcpy(bytes.data() + head + kHeadDim, &scale, sizeof(scale));
+      }
+      data = bytes.data();
+    }
+    return {data, kKvHeads * kBlock * page_dim, page_dim, kBlock * page_dim};
   }
 
   StepMatrix numbers(std::int64_t num_outputs, std::int64_t num_inputs) {
@@ -167,7 +182,7 @@ int main() {
   using namespace tokenspeed::cpu;  // NOLINT: a test program
   bool is_good = true;
   for (const bool is_plain : {true, false}) {
-    for (const DType page_dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const DType page_dtype : {DType::kFloat32, DType::kBFloat16, DType::kInt8}) {
       const Rig rig(is_plain, page_dtype);
       for (const Kernels& set : kernel_sets()) {
         is_good = agrees(set, rig) && is_good;

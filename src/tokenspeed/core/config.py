@@ -18,7 +18,7 @@ from tokenspeed.core.errors import ConfigError
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy", "scripted"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-KvDType = Literal["auto", "fp32", "bf16", "fp8"]
+KvDType = Literal["auto", "fp32", "bf16", "fp8", "int8"]
 WeightsForm = Literal["auto", "exact", "packed"]
 HostStoreName = Literal["seal", "pressure"]
 
@@ -50,7 +50,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_tokens: size in tokens of the host tier, where evicted blocks wait to come back; 0 means none. host_store: a
     block goes there as soon as it is full (seal), or when its memory is about to be wanted (pressure). events: the
     engine can tell what the prefix cache gains and loses. kv_dtype: of what is kept; auto is that of the model, but
-    bf16 where a CPU computes in float32 on weights that stay packed; fp8 is e4m3 without a scale."""
+    bf16 where a CPU computes in float32 on weights that stay packed; fp8 is e4m3 without a scale, on a GPU;
+    int8 has a scale for each head of a token, on a CPU."""
 
     block_size: int | None = None
     kv_tokens: int | None = None

@@ -21,6 +21,7 @@ from tokenspeed.core.errors import CapacityError, ConfigError
 from tokenspeed.core.plan import CacheGroup, GroupKind
 from tokenspeed.execution import placement
 from tokenspeed.execution.placement import available_memory_bytes, dtype_name, step_tokens
+from tokenspeed.kernels.kv_pages import page_dim
 from tokenspeed.layers.attention import KvSpec
 from tokenspeed.layers.build import BuildContext
 from tokenspeed.layers.forward_batch import KvLayer
@@ -102,7 +103,7 @@ def size_pool(
     num_first = agree(num_first)
     needed = wanted_len if wanted_len is not None else min(model_len, 2 * block_size)
     if num_first * block_size < needed:
-        token_bytes = sum(_token_bytes(spec, ctx) for spec in specs)
+        token_bytes = sum(spec.token_bytes(ctx.kv_dtype) for spec in specs)
         raise CapacityError(_too_small(num_first * block_size, needed, token_bytes, ctx))
     num_host = config.cache.host_tokens // block_size
     return PoolSize(
@@ -189,7 +190,7 @@ def _demands(
     block_bytes = [0] * len(windows)
     block_size = placement.block_size(config.cache, torch.device(ctx.device))
     for spec, group in zip(specs, group_of_layer, strict=True):
-        block_bytes[group] += block_size * _token_bytes(spec, ctx)
+        block_bytes[group] += block_size * spec.token_bytes(ctx.kv_dtype)
     return [
         _Demand(window, block_bytes[g], None if g == 0 or window is None else _window_blocks(config, window, ctx))
         for g, window in enumerate(windows)
@@ -219,9 +220,9 @@ def _allocate_layer(group: CacheGroup, spec: KvSpec, ctx: BuildContext, number: 
 
 
 def _pages(group: CacheGroup, spec: KvSpec, ctx: BuildContext) -> torch.Tensor:
-    """(pages, block_size, heads, head_dim), in which the tokens of a head lie together, a run that is read at once."""
-    num_pages = group.num_blocks + 1
-    return _zeros((num_pages, spec.num_kv_heads, group.block_size, spec.head_dim), ctx).transpose(1, 2)
+    """As KvLayer has them; the tokens of a head lie together, a run that is read at once."""
+    extent = (group.num_blocks + 1, spec.num_kv_heads, group.block_size, page_dim(spec.head_dim, ctx.kv_dtype))
+    return _zeros(extent, ctx).transpose(1, 2)
 
 
 def _zeros(extent: tuple[int, ...], ctx: BuildContext) -> torch.Tensor:
@@ -244,10 +245,6 @@ def _default_blocks(config: EngineConfig, request_len: int, demands: Sequence[_D
 
 def _pool_bytes(demands: Sequence[_Demand], num_first: int) -> int:
     return sum((demand.num_blocks(num_first) + 1) * demand.block_bytes for demand in demands)
-
-
-def _token_bytes(spec: KvSpec, ctx: BuildContext) -> int:
-    return spec.token_size * ctx.kv_dtype.itemsize
 
 
 def _too_small(num_tokens: int, needed: int, token_bytes: int, ctx: BuildContext) -> str:

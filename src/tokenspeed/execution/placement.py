@@ -93,7 +93,13 @@ def resolve_kv_dtype(
                 f"or of fewer bits that kernels read beside it; give --dtype {dtype_name(wanted)} too, or auto"
             )
         return wanted
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+    if cache.kv_dtype == "int8":
+        if device.type != "cpu":
+            raise ConfigError("--kv-cache-dtype int8: kernels of a GPU do not read it; use fp8 there, or auto")
+        return torch.int8
+    if device.type != "cuda":
+        raise ConfigError("--kv-cache-dtype fp8: kernels of a CPU do not read it; use int8 there, or auto")
+    if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ConfigError("--kv-cache-dtype fp8: this GPU computes no fp8 (compute capability 8.9 does); use auto")
     return torch.float8_e4m3fn
 

@@ -54,7 +54,7 @@ def weight_bytes(model: CausalLM) -> int:
 
 def kv_token_bytes(model: CausalLM, ctx: BuildContext) -> int:
     """Bytes that a rank keeps for a token that every layer can see."""
-    return sum(spec.token_size for spec in model.kv_specs) * ctx.dtype.itemsize
+    return sum(spec.token_bytes(ctx.kv_dtype) for spec in model.kv_specs)
 
 
 def _ranks(mesh: Mesh) -> str:

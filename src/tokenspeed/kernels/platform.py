@@ -23,6 +23,9 @@ from tokenspeed.kernels.registry import KernelContext, Ok, Reason, Support
 CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """dtypes of the compiled CPU kernels and their codes there."""
 
+CPU_PAGE_DTYPES = {**CPU_DTYPES, torch.int8: 2}
+"""The same of pages of K and V."""
+
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """dtypes of the Triton kernels."""

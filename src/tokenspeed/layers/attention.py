@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tokenspeed.kernels.kv_pages import page_dim
 from tokenspeed.kernels.ops import paged_attention, rotary_kv_write
 from tokenspeed.kernels.ops.paged_attention import SINKS, PagedAttention
 from tokenspeed.kernels.ops.rotary_kv_write import RotaryKvWrite
@@ -33,10 +34,10 @@ class KvSpec:
     window: int | None = None
     value_dim: int | None = None
 
-    @property
-    def token_size(self) -> int:
-        """Numbers kept for a token."""
-        return self.num_kv_heads * self.head_dim * (2 if self.value_dim is None else 1)
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a token in pages of this dtype."""
+        head_bytes = page_dim(self.head_dim, dtype) * dtype.itemsize
+        return self.num_kv_heads * head_bytes * (2 if self.value_dim is None else 1)
 
     def of_one(self, num_ranks: int) -> KvSpec:
         """What one of so many ranks keeps: a share of the heads, or the head that it shares with neighbours."""
@@ -93,6 +94,7 @@ class HeadNorms:
 _PAGES_FEATURES = {
     torch.float8_e4m3fn: ((rotary_kv_write.FP8_PAGES,), (paged_attention.FP8_PAGES,)),
     torch.bfloat16: ((rotary_kv_write.BF16_PAGES,), (paged_attention.BF16_PAGES,)),
+    torch.int8: ((rotary_kv_write.INT8_PAGES,), (paged_attention.INT8_PAGES,)),
 }
 """What ops that write and that read pages need, where those keep another dtype than the model's."""
 

@@ -249,7 +249,7 @@ class DecoderLayer(nn.Module):
         if attention.spec.qk_norm is QkNorm.WHOLE:
             return "its queries and keys are normalised over all heads"
         pages = kv_layers[attention.attention.layer_index]
-        if pages.k.dtype not in (attention.qkv.weight.dtype, torch.bfloat16):
+        if pages.k.dtype not in (attention.qkv.weight.dtype, torch.bfloat16, torch.int8):
             return f"its pages keep {str(pages.k.dtype).removeprefix('torch.')}"
         rotary, q_norm, k_norm = attention.rotary, attention.q_norm, attention.k_norm
         after_attention, after_mlp = self.after_attention, self.after_mlp

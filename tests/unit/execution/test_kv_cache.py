@@ -209,6 +209,18 @@ def test_a_pool_of_fp8_holds_twice_as_many_tokens_of_16_bits() -> None:
     assert sizes[0] == 2 * sizes[1]
 
 
+def test_a_pool_of_int8_has_a_scale_for_each_head_of_a_token() -> None:
+    ctx = BuildContext("cpu", torch.float32, kv_dtype=torch.int8)
+    config = EngineConfig(cache=CacheConfig(kv_tokens=640, block_size=16))
+    size = size_pool(config, SPECS, 4096, ctx)
+    layers = kv_cache.allocate(size, SPECS, ctx)
+    assert size.kv_bytes == sum(tensor.nbytes for layer in layers for tensor in layer.tensors)
+    for layer, spec in zip(layers, SPECS, strict=True):
+        assert layer.k.shape[2:] == layer.v.shape[2:] == (spec.num_kv_heads, spec.head_dim + 4)
+        assert spec.token_bytes(torch.int8) == 2 * spec.num_kv_heads * (spec.head_dim + 4)
+        assert spec.token_bytes(torch.bfloat16) == 4 * spec.num_kv_heads * spec.head_dim
+
+
 def test_pages_of_fp8_are_copied_and_cleared() -> None:
     ctx = BuildContext("cpu", torch.float32, kv_dtype=torch.float8_e4m3fn)
     size = size_pool(EngineConfig(cache=CacheConfig(kv_tokens=64, block_size=16)), SPECS, 4096, ctx)

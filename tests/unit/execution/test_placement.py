@@ -87,9 +87,12 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
         ("fp32", CPU, FP32, True, FP32),
         ("bf16", CPU, FP32, False, BF16),
         ("bf16", GPU, BF16, False, BF16),
+        ("int8", CPU, FP32, True, torch.int8),
+        ("int8", CPU, FP32, False, torch.int8),
+        ("int8", CPU, BF16, False, torch.int8),
     ],
 )
-def test_a_cpu_keeps_k_and_v_of_packed_weights_in_two_bytes(
+def test_a_cpu_keeps_k_and_v_of_packed_weights_in_two_bytes_unless_told_otherwise(
     wanted: KvDType, device: torch.device, dtype: torch.dtype, is_packed: bool, expected: torch.dtype
 ) -> None:
     assert resolve_kv_dtype(CacheConfig(kv_dtype=wanted), device, dtype, is_packed=is_packed) is expected
@@ -99,3 +102,9 @@ def test_a_cpu_keeps_k_and_v_of_packed_weights_in_two_bytes(
 def test_a_pool_that_no_kernel_reads_is_refused(wanted: KvDType, device: torch.device, dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=f"--kv-cache-dtype {wanted}: the model runs in"):
         resolve_kv_dtype(CacheConfig(kv_dtype=wanted), device, dtype)
+
+
+@pytest.mark.parametrize(("wanted", "device", "instead"), [("fp8", CPU, "int8"), ("int8", GPU, "fp8")])
+def test_eight_bits_of_the_other_device_are_refused(wanted: KvDType, device: torch.device, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {wanted}: .* do not read it; use {instead} there"):
+        resolve_kv_dtype(CacheConfig(kv_dtype=wanted), device, BF16)

@@ -65,6 +65,13 @@ def test_pages_may_keep_bf16(name: str) -> None:
     agreement(solution("cpu", "cpu", torch.float32), drawn, [0, 33, 69], tolerance=1e-5)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_pages_may_keep_codes(name: str, dtype: torch.dtype) -> None:
+    drawn = Drawn(SHAPES[name], dtype, page_dtype=torch.int8)
+    agreement(solution("cpu", "cpu", dtype), drawn, [0, 33, 69], tolerance=TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("name", ["gelu", "silu"])
 def test_branches_may_end_with_norms(name: str) -> None:
     shape = SHAPES["interleaved" if name == "gelu" else "qk-norm"]
@@ -159,6 +166,8 @@ def test_what_it_cannot_run_it_refuses_in_words() -> None:
     layer = model.layers[0]
     halves = dataclasses.replace(layer, k_pages=layer.k_pages.to(torch.float16))
     assert "pages of torch.float16" in refused(dataclasses.replace(model, layers=(halves,)))
+    narrow = dataclasses.replace(layer, k_pages=layer.k_pages.to(torch.int8), v_pages=layer.v_pages.to(torch.int8))
+    assert "for heads of 16" in refused(dataclasses.replace(model, layers=(narrow,)))
     mixed = dataclasses.replace(layer, k_pages=layer.k_pages.to(torch.bfloat16))
     assert "pages of several dtypes" in refused(dataclasses.replace(model, layers=(mixed,)))
     halves = dataclasses.replace(layer, qkv=layer.qkv.to(torch.bfloat16))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tokenspeed.kernels.kv_pages import page_dim
 from tokenspeed.kernels.platform import cpu_module
 from tokenspeed.kernels.registry import KernelContext, bind
 
@@ -17,21 +18,25 @@ pytestmark = [
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def drawn(dtype: torch.dtype, page_dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A fused projection's output and two pools."""
     generator = torch.Generator().manual_seed(0)
     qkv_TXK = torch.randn(11, 12, 32, generator=generator).to(dtype)
-    return qkv_TXK, [torch.zeros(4, 16, 3, 32, dtype=dtype) for _ in "kv"]
+    return qkv_TXK, [torch.zeros(4, 16, 3, page_dim(32, page_dtype), dtype=page_dtype) for _ in "kv"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("rotary_dim", [None, 16, 32])
-def test_is_norm_then_rotary_then_write(dtype: torch.dtype, has_norm: bool, rotary_dim: int | None) -> None:
+@pytest.mark.parametrize("has_codes", [False, True])
+def test_is_norm_then_rotary_then_write(
+    dtype: torch.dtype, has_norm: bool, rotary_dim: int | None, has_codes: bool
+) -> None:
     rms_norm, rotary, kv_write, fused = (
         bind(op, KernelContext("cpu", dtype)).call for op in ("rms_norm", "rotary", "kv_write", "rotary_kv_write")
     )
-    (qkv_TXK, pages), (fused_TXK, fused_pages) = drawn(dtype), drawn(dtype)
+    page_dtype = torch.int8 if has_codes else dtype
+    (qkv_TXK, pages), (fused_TXK, fused_pages) = drawn(dtype, page_dtype), drawn(dtype, page_dtype)
     positions_T, slots_T = torch.arange(11) * 7, torch.randperm(48)[:11] + 16
     weights = {f"{part}_norm_K": torch.linspace(0.5, 1.5, 32).to(dtype) for part in "qk"} if has_norm else {}
     table_PR = None if rotary_dim is None else torch.rand(80, rotary_dim)
@@ -59,7 +64,7 @@ def test_is_norm_then_rotary_then_write(dtype: torch.dtype, has_norm: bool, rota
 
 
 def test_a_norm_for_one_of_q_and_k_is_refused() -> None:
-    qkv_TXK, pages = drawn(torch.float32)
+    qkv_TXK, pages = drawn(torch.float32, torch.float32)
     fused = bind("rotary_kv_write", KernelContext("cpu", torch.float32)).call
     with pytest.raises(AssertionError, match="one of q and k"):
         fused(

@@ -65,7 +65,8 @@ class DenseLayer:
     rows, or None.
 
     k_pages, v_pages: (P, block_size, G, K), last dimension contiguous, other strides free; of the weights' dtype, or
-    bfloat16 beside float32, to which K and V are rounded when they are written. table_PR: as in the op
+    bfloat16 beside float32, to which K and V are rounded when they are written, or int8 with a last dimension of K + 4,
+    as kv_pages has them. table_PR: as in the op
     rotary, None for a layer without positions. group: which of DecodeBatch.block_tables numbers the pages. window:
     tokens that a token attends, itself included; None for all.
     """

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tokenspeed.kernels.kv_pages import page_dim
 from tokenspeed.kernels.ops.decode_step import (
     GELU_TANH,
     SILU,
@@ -21,7 +22,7 @@ from tokenspeed.kernels.ops.decode_step import (
     PackedWeight,
     Prepare,
 )
-from tokenspeed.kernels.platform import CPU_DTYPES, compiled_cpu, require_cpu_module
+from tokenspeed.kernels.platform import CPU_DTYPES, CPU_PAGE_DTYPES, compiled_cpu, require_cpu_module
 from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution
 
 Int64Array = NDArray[np.int64]
@@ -153,7 +154,7 @@ def _model_record(model: DenseModel, layers: NDArray[np.void]) -> tuple[object, 
         model.layers[0].k_pages.shape[1],
         _ACTIVATIONS[model.activation],
         CPU_DTYPES[model.norm.dtype],
-        CPU_DTYPES[model.layers[0].k_pages.dtype],
+        CPU_PAGE_DTYPES[model.layers[0].k_pages.dtype],
         model.eps,
         model.weight_offset,
         model.scale,
@@ -210,7 +211,7 @@ def _refusal(model: DenseModel) -> str | None:
     if any(each.cpu_pieces_P3 is None for each in packed):
         return "weights that stay packed in another way than the compiled kernels have them"
     dtype, page_dtype = model.norm.dtype, model.layers[0].k_pages.dtype
-    if dtype not in CPU_DTYPES or page_dtype not in (dtype, torch.bfloat16):
+    if dtype not in CPU_DTYPES or page_dtype not in (dtype, torch.bfloat16, torch.int8):
         return f"pages of {page_dtype} for weights of {dtype}"
     for layer in model.layers:
         weights = (layer.norm_before_attention, layer.norm_before_mlp, layer.qkv)
@@ -218,6 +219,8 @@ def _refusal(model: DenseModel) -> str | None:
             return "weights of several dtypes"
         if layer.k_pages.dtype is not page_dtype or layer.v_pages.dtype is not page_dtype:
             return "pages of several dtypes"
+        if layer.k_pages.shape[3] != page_dim(model.head_dim, page_dtype) or layer.v_pages.shape != layer.k_pages.shape:
+            return f"pages of {tuple(layer.k_pages.shape)} for heads of {model.head_dim}"
         if layer.k_pages.stride(3) != 1 or layer.v_pages.stride(3) != 1:
             return "pages in which the numbers of a head do not lie together"
     return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as fn
 
+from tokenspeed.kernels.kv_pages import from_codes, to_codes
 from tokenspeed.kernels.ops.decode_step import GELU_TANH, DecodeBatch, DecodeStep, DenseLayer, DenseModel
 from tokenspeed.kernels.registry import Band, Ok, Reason, Solution
 
@@ -70,10 +71,18 @@ def _attention(model: DenseModel, layer: DenseLayer, x_RD: torch.Tensor, batch: 
     for row, position in enumerate(batch.positions_R.tolist()):
         table_B = batch.block_tables[layer.group][row]
         page, offset = int(table_B[position // block_size]), position % block_size
-        layer.k_pages[page, offset] = k_RGK[row].to(layer.k_pages.dtype)
-        layer.v_pages[page, offset] = v_RGK[row].to(layer.v_pages.dtype)
+        layer.k_pages[page, offset] = _kept(k_RGK[row], layer.k_pages.dtype)
+        layer.v_pages[page, offset] = _kept(v_RGK[row], layer.v_pages.dtype)
         outputs.append(_row_attention(model, layer, q_RHK[row], table_B, position))
     return _linear(layer, "out", torch.stack(outputs).flatten(1), layer.out, layer.out_bias)
+
+
+def _kept(x_GK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return to_codes(x_GK) if dtype is torch.int8 else x_GK.to(dtype)
+
+
+def _numbers(pages: torch.Tensor) -> torch.Tensor:
+    return from_codes(pages) if pages.dtype is torch.int8 else pages.float()
 
 
 def _turned(x_RHK: torch.Tensor, turns_RR: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -97,8 +106,8 @@ def _row_attention(
     places = torch.arange(first, position + 1, device=q_HK.device)
     pages, offsets = table_B[places // block_size].long(), places % block_size
     repeats = model.num_heads // model.num_kv_heads
-    k_SHK = layer.k_pages[pages, offsets].float().repeat_interleave(repeats, dim=1)
-    v_SHK = layer.v_pages[pages, offsets].float().repeat_interleave(repeats, dim=1)
+    k_SHK = _numbers(layer.k_pages[pages, offsets]).repeat_interleave(repeats, dim=1)
+    v_SHK = _numbers(layer.v_pages[pages, offsets]).repeat_interleave(repeats, dim=1)
     weights_HS = (torch.einsum("hk,shk->hs", q_HK, k_SHK) * model.scale).softmax(dim=-1)
     return torch.einsum("hs,shk->hk", weights_HS, v_SHK)
 

@@ -7,8 +7,8 @@ tensor that do not overlap, as the two parts of a latent are. slots_T: (T,) int6
 live tokens are distinct; several tokens may name slots of the null page 0, whose content is unspecified afterwards.
 T = 0 does nothing.
 Pages are of the dtype of K and V, or float8_e4m3fn, which keeps what is beyond ±448 as ±448, or bfloat16 where K and V
-are float32, rounded to the nearest and of two to the even one. Solutions that write no such pages lack the features
-"fp8_pages" and "bf16_pages".
+are float32, rounded to the nearest and of two to the even one; or int8 with a last dimension of K + 4, as kv_pages has
+them. Solutions that write no such pages lack the features "fp8_pages", "bf16_pages" and "int8_pages".
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
+from tokenspeed.kernels.kv_pages import INT8_PAGES as INT8_PAGES
 
 FP8_PAGES = "fp8_pages"
 """The feature that a solution needs where pages are float8_e4m3fn."""

@@ -15,7 +15,8 @@ sinks_H: (H,) float32, contiguous, or None: one more score of each head that eve
 soft_cap and window, and that has no value: it only takes weight away. Solutions without it lack the feature "sinks".
 max_query_len: what the host knows query lengths to be at most, so that a launch needs no look at the device; None: T.
 k_pages and v_pages are of q's dtype, or float8_e4m3fn, or bfloat16 where q is float32: their numbers count as they are.
-Solutions without these lack the features "fp8_pages" and "bf16_pages".
+Or they are of int8 with a last dimension of K + 4, as kv_pages has them. Solutions without these lack the features
+"fp8_pages", "bf16_pages" and "int8_pages".
 Nothing outside the attended positions is read into the result, so pages may hold NaN elsewhere.
 
 Returned: new (T, H, K) of q's dtype, contiguous. Rows with query_len 0 are skipped; tokens at or past
@@ -27,6 +28,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
+from tokenspeed.kernels.kv_pages import INT8_PAGES as INT8_PAGES
 
 SINKS = "sinks"
 """The feature that a solution needs where sinks_H is given."""

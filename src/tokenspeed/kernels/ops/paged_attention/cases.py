@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
-from tokenspeed.kernels.ops.paged_attention import BF16_PAGES, FP8_PAGES
+from tokenspeed.kernels.kv_pages import to_codes
+from tokenspeed.kernels.ops.paged_attention import BF16_PAGES, FP8_PAGES, INT8_PAGES
 
 TOLERANCE = {torch.float32: Tolerance(1e-4, 1e-5), torch.bfloat16: Tolerance(1.6e-2, 1e-2)}
 
@@ -60,17 +61,19 @@ _SHAPES: Mapping[str, _Shape] = {
     "one-long-row": _Shape(((1, 3), (1, 997), (2, 5)), block_size=16, is_head_major=True, num_columns=200),
     "fp8": _Shape(((1, 40), (20, 33)), page_dtype=torch.float8_e4m3fn),
 }
-_BF16_SHAPES = ("mixed", "odd-head", "wide-head", "window-7", "soft-cap", "sinks", "long", "head-major", "verify")
-"""Those that queries of float32 meet in pages of bfloat16 too."""
+_FEW_BITS_SHAPES = ("mixed", "odd-head", "wide-head", "window-7", "soft-cap", "sinks", "long", "head-major", "verify")
+"""Those that queries meet in pages of int8 too, and of float32 also in such of bfloat16."""
 
-_PAGES_FEATURES = {torch.float8_e4m3fn: FP8_PAGES, torch.bfloat16: BF16_PAGES}
+_PAGES_FEATURES = {torch.float8_e4m3fn: FP8_PAGES, torch.bfloat16: BF16_PAGES, torch.int8: INT8_PAGES}
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     for name, shape in _SHAPES.items():
         yield _case(name, shape, dtype)
-    for name in _BF16_SHAPES if dtype is torch.float32 else ():
-        yield _case(f"{name}-bf16", dataclasses.replace(_SHAPES[name], page_dtype=torch.bfloat16), dtype)
+    for name in _FEW_BITS_SHAPES:
+        yield _case(f"{name}-int8", dataclasses.replace(_SHAPES[name], page_dtype=torch.int8), dtype)
+        if dtype is torch.float32:
+            yield _case(f"{name}-bf16", dataclasses.replace(_SHAPES[name], page_dtype=torch.bfloat16), dtype)
 
 
 def cost(pairs: int, kv_tokens: int, shape: tuple[int, int, int], itemsize: int) -> Cost:
@@ -134,10 +137,12 @@ def _case(name: str, shape: _Shape, dtype: torch.dtype) -> Case:
     }
     if shape.sinks is not None:
         keywords["sinks_H"] = torch.tensor(shape.sinks)
+    if shape.page_dtype is torch.int8:
+        k_pages, v_pages = to_codes(k_pages), to_codes(v_pages)
+    elif shape.page_dtype is not None:
+        k_pages, v_pages = k_pages.to(shape.page_dtype), v_pages.to(shape.page_dtype)
     if shape.is_head_major:
         k_pages, v_pages = (pages.transpose(1, 2).contiguous().transpose(1, 2) for pages in (k_pages, v_pages))
-    if shape.page_dtype is not None:
-        k_pages, v_pages = k_pages.to(shape.page_dtype), v_pages.to(shape.page_dtype)
     args = (fused[:, : shape.num_heads], k_pages, v_pages)
     rows = [_row(args, keywords, row, token) for row in range(len(shape.rows)) for token in range(shape.rows[row][0])]
     features = frozenset() if shape.page_dtype is None else frozenset({_PAGES_FEATURES[shape.page_dtype]})

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed.kernels.ops.paged_attention import BF16_PAGES, SINKS
-from tokenspeed.kernels.platform import CPU_DTYPES, compiled_cpu, require_cpu_module
+from tokenspeed.kernels.kv_pages import page_dim
+from tokenspeed.kernels.ops.paged_attention import BF16_PAGES, INT8_PAGES, SINKS
+from tokenspeed.kernels.platform import CPU_DTYPES, CPU_PAGE_DTYPES, compiled_cpu, require_cpu_module
 from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution
 
 
@@ -31,7 +32,8 @@ def build(_ctx: KernelContext) -> Kernel:
         num_kv_heads = k_pages.shape[2]
         assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
         assert k_pages.dtype is v_pages.dtype, (k_pages.dtype, v_pages.dtype)
-        assert k_pages.dtype in (q_THK.dtype, torch.bfloat16), (q_THK.dtype, k_pages.dtype)
+        assert k_pages.dtype in (q_THK.dtype, torch.bfloat16, torch.int8), (q_THK.dtype, k_pages.dtype)
+        assert k_pages.shape[3] == v_pages.shape[3] == page_dim(head_dim, k_pages.dtype), (head_dim, k_pages.shape)
         assert query_start.dtype == seq_lens_R.dtype == block_tables_RB.dtype == torch.int32
         assert q_THK.stride(2) == k_pages.stride(3) == v_pages.stride(3) == 1
         assert sinks_H is None or (sinks_H.dtype is torch.float32 and sinks_H.shape == (num_heads,))
@@ -60,7 +62,7 @@ def build(_ctx: KernelContext) -> Kernel:
             window or 0,
             soft_cap or 0.0,
             CPU_DTYPES[q_THK.dtype],
-            CPU_DTYPES[k_pages.dtype],
+            CPU_PAGE_DTYPES[k_pages.dtype],
         )
         return out_THK
 
@@ -68,5 +70,10 @@ def build(_ctx: KernelContext) -> Kernel:
 
 
 SOLUTION = Solution(
-    "cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, features=frozenset({SINKS, BF16_PAGES})
+    "cpu",
+    Band.PERFORMANT,
+    compiled_cpu,
+    build,
+    batch_invariant=True,
+    features=frozenset({SINKS, BF16_PAGES, INT8_PAGES}),
 )

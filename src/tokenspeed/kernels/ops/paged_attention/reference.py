@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed.kernels.ops.paged_attention import BF16_PAGES, FP8_PAGES, SINKS
+from tokenspeed.kernels.kv_pages import from_codes
+from tokenspeed.kernels.ops.paged_attention import BF16_PAGES, FP8_PAGES, INT8_PAGES, SINKS
 from tokenspeed.kernels.registry import Band, Ok, Solution
 
 
@@ -31,8 +32,8 @@ def paged_attention(
         if first == last:
             continue
         pages = block_tables_RB[row, : -(-seq_len // block_size)].long()
-        k_SHK = k_pages[pages].flatten(0, 1)[:seq_len].float().repeat_interleave(num_queries_per_kv, dim=1)
-        v_SHK = v_pages[pages].flatten(0, 1)[:seq_len].float().repeat_interleave(num_queries_per_kv, dim=1)
+        k_SHK = _numbers(k_pages[pages].flatten(0, 1)[:seq_len]).repeat_interleave(num_queries_per_kv, dim=1)
+        v_SHK = _numbers(v_pages[pages].flatten(0, 1)[:seq_len]).repeat_interleave(num_queries_per_kv, dim=1)
         scores_HQS = torch.einsum("qhk,shk->hqs", q_THK[first:last].float(), k_SHK) * scale
         if soft_cap is not None:
             scores_HQS = soft_cap * torch.tanh(scores_HQS / soft_cap)
@@ -41,6 +42,10 @@ def paged_attention(
         values_SHK = v_SHK.masked_fill(~mask_QS.any(dim=0)[:, None, None], 0.0)
         out_THK[first:last] = torch.einsum("hqs,shk->qhk", weights_HQS, values_SHK).to(q_THK.dtype)
     return out_THK
+
+
+def _numbers(pages: torch.Tensor) -> torch.Tensor:
+    return from_codes(pages) if pages.dtype is torch.int8 else pages.float()
 
 
 def _mask(seq_len: int, query_len: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -62,5 +67,5 @@ SOLUTION = Solution(
     Band.REFERENCE,
     lambda _ctx: Ok(),
     lambda _ctx: paged_attention,
-    features=frozenset({SINKS, BF16_PAGES, FP8_PAGES}),
+    features=frozenset({SINKS, BF16_PAGES, FP8_PAGES, INT8_PAGES}),
 )

@@ -6,8 +6,8 @@ q_THK: (T, H, K); k_TGK, v_TGK: (T, G, K), parts of a fused projection's output 
 other strides free. k_pages, v_pages: (P, block_size, G, K), likewise, mutated. slots_T: (T,) int64, page * block_size +
 offset. Slots of live tokens are distinct; several tokens may name slots of the null page 0, whose content is
 unspecified afterwards. Pages keep numbers of k's dtype, or float8_e4m3fn: rounded to that last, and what is beyond ±448
-kept as ±448; or bfloat16 where k is float32, rounded to that last too. Solutions that write no such pages lack the
-features "fp8_pages" and "bf16_pages".
+kept as ±448; or bfloat16 where k is float32, rounded to that last too; or int8 with a last dimension of K + 4, as
+kv_pages has them. Solutions that write no such pages lack the features "fp8_pages", "bf16_pages" and "int8_pages".
 
 q_norm_K, k_norm_K: (K,), both or neither. With them a head x becomes x / sqrt(mean(x ** 2) + eps) * (weight +
 weight_offset), computed in float32 and rounded to x's dtype, as by rms_norm.
@@ -23,6 +23,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
+from tokenspeed.kernels.kv_pages import INT8_PAGES as INT8_PAGES
 
 FP8_PAGES = "fp8_pages"
 """The feature that a solution needs where pages are float8_e4m3fn."""

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from tokenspeed.kernels.conformance import BenchCase, Case, Cost, Row, Tolerance
-from tokenspeed.kernels.ops.rotary_kv_write import BF16_PAGES, FP8_PAGES
+from tokenspeed.kernels.kv_pages import page_dim
+from tokenspeed.kernels.ops.rotary_kv_write import BF16_PAGES, FP8_PAGES, INT8_PAGES
 
 TOLERANCE = {torch.float32: Tolerance(1e-5, 1e-5), torch.bfloat16: Tolerance(3.2e-2, 2e-2)}
 _NUM_POSITIONS = 3000
@@ -34,6 +35,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield _in_bf16(_case("bf16-pages", sizes, dtype, generator, eps=1e-5, heads_outside=True))
         yield _in_bf16(_case("bf16-pages-odd", (3, 4, 2, 20, 12), dtype, generator))
     yield _in_fp8(_case("fp8-pages-loud", (3, 4, 2, 20, None), dtype, generator), scale=900.0)
+    yield _in_int8(_case("int8-pages", sizes, dtype, generator, heads_outside=True))
+    yield _in_int8(_case("int8-pages-odd", (3, 4, 2, 20, 12), dtype, generator, interleaved=True))
     apart = _case("apart", sizes, dtype, generator)
     q_THK, k_TGK, *others = apart.args
     assert isinstance(q_THK, torch.Tensor)
@@ -101,6 +104,23 @@ def _in_bf16(case: Case) -> Case:
     """The same with pages of 16 bits."""
     pages = [each.to(torch.bfloat16) for each in case.args[3:] if isinstance(each, torch.Tensor)]
     return dataclasses.replace(case, args=(*case.args[:3], *pages), rows=(), features=frozenset({BF16_PAGES}))
+
+
+def _in_int8(case: Case) -> Case:
+    """The same with pages of codes and scales. Heads turn by quarters, which rounds nothing, so that nothing near the
+    middle of two codes falls to different sides."""
+    pages = [
+        each.new_zeros(*each.shape[:3], page_dim(each.shape[3], torch.int8), dtype=torch.int8)
+        for each in case.args[3:]
+        if isinstance(each, torch.Tensor)
+    ]
+    table_PR = case.keywords["table_PR"]
+    assert isinstance(table_PR, torch.Tensor)
+    quarters = torch.arange(table_PR.shape[0])[:, None] + torch.arange(table_PR.shape[1] // 2)
+    turns = torch.tensor([1.0, 0.0, -1.0, 0.0])
+    keywords = {**case.keywords, "table_PR": torch.cat((turns[quarters % 4], turns[(quarters + 3) % 4]), dim=1)}
+    args = (*case.args[:3], *pages)
+    return dataclasses.replace(case, args=args, keywords=keywords, rows=(), features=frozenset({INT8_PAGES}))
 
 
 def _row(args: tuple[torch.Tensor, ...], keywords: dict[str, object], index: int) -> Row:

@@ -7,8 +7,9 @@ from types import ModuleType
 
 import torch
 
-from tokenspeed.kernels.ops.rotary_kv_write import BF16_PAGES
-from tokenspeed.kernels.platform import CPU_DTYPES, compiled_cpu, require_cpu_module
+from tokenspeed.kernels.kv_pages import page_dim
+from tokenspeed.kernels.ops.rotary_kv_write import BF16_PAGES, INT8_PAGES
+from tokenspeed.kernels.platform import CPU_DTYPES, CPU_PAGE_DTYPES, compiled_cpu, require_cpu_module
 from tokenspeed.kernels.registry import Band, Kernel, KernelContext, Solution
 
 
@@ -86,7 +87,8 @@ def _turn(
 
 
 def _write(module: ModuleType, source_TGK: torch.Tensor, pages: torch.Tensor, slots_T: torch.Tensor) -> None:
-    assert pages.dtype in (source_TGK.dtype, torch.bfloat16), (source_TGK.dtype, pages.dtype)
+    assert pages.dtype in (source_TGK.dtype, torch.bfloat16, torch.int8), (source_TGK.dtype, pages.dtype)
+    assert pages.shape[3] == page_dim(source_TGK.shape[2], pages.dtype), (source_TGK.shape, pages.shape)
     assert pages.stride(3) == 1, pages.stride()
     module.kv_write(
         source_TGK.data_ptr(),
@@ -97,8 +99,10 @@ def _write(module: ModuleType, source_TGK: torch.Tensor, pages: torch.Tensor, sl
         *source_TGK.stride()[:2],
         *pages.stride()[:3],
         CPU_DTYPES[source_TGK.dtype],
-        CPU_DTYPES[pages.dtype],
+        CPU_PAGE_DTYPES[pages.dtype],
     )
 
 
-SOLUTION = Solution("cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, features=frozenset({BF16_PAGES}))
+SOLUTION = Solution(
+    "cpu", Band.PERFORMANT, compiled_cpu, build, batch_invariant=True, features=frozenset({BF16_PAGES, INT8_PAGES})
+)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed.kernels.ops.rotary_kv_write import BF16_PAGES, FP8_PAGES
+from tokenspeed.kernels.kv_pages import to_codes
+from tokenspeed.kernels.ops.rotary_kv_write import BF16_PAGES, FP8_PAGES, INT8_PAGES
 from tokenspeed.kernels.registry import Band, Ok, Solution
 
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -39,7 +40,8 @@ def rotary_kv_write(
         if pages.dtype is torch.float8_e4m3fn:
             pages.view(torch.uint8)[pages_T, offsets_T] = _as_fp8(x_TGK).view(torch.uint8)
         else:
-            pages[pages_T, offsets_T] = x_TGK.to(pages.dtype)
+            kept = to_codes(x_TGK) if pages.dtype is torch.int8 else x_TGK.to(pages.dtype)
+            pages[pages_T, offsets_T] = kept
     return q_THK
 
 
@@ -71,5 +73,5 @@ SOLUTION = Solution(
     lambda _ctx: Ok(),
     lambda _ctx: rotary_kv_write,
     batch_invariant=True,
-    features=frozenset({BF16_PAGES, FP8_PAGES}),
+    features=frozenset({BF16_PAGES, FP8_PAGES, INT8_PAGES}),
 )

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention over pages with a running softmax (arXiv:2205.14135), in float32; what pages keep is widened where it is
-// read. Of int8 they keep codes: sums are of codes, a key's scale multiplies its score and a value's scale its weight.
+// read. Of int8 they keep codes: sums are of codes, a key's scale multiplies its score and a value's scale its weight;
+// and as heads were transformed before they became codes, so are queries, and sums of values once more.
 //
 // What is added to what depends on a token's position alone: keys are taken in tiles of kTile positions aligned to the
 // sequence, tiles are gathered into spans of kSpan positions with a softmax state of their own, and spans are merged in
@@ -9,6 +10,7 @@
 #pragma once
 
 #include "attention_tile.h"
+#include "hadamard.h"
 
 namespace tokenspeed::cpu {
 namespace {
@@ -19,14 +21,6 @@ constexpr std::int64_t kTokenBlock = 16;  // tokens of a row that share their ti
 // Whether what pages keep of a head are codes and a scale.
 template <typename N>
 constexpr bool kHasScales = sizeof(N) == 1;
-
-template <typename T>
-TOKENSPEED_INLINE void widen(const T* source, float* target, std::int64_t size, std::int64_t width) {
-  for_vectors(size, [&](std::int64_t i, int count) { store(target + i, load_upto(source + i, count)); });
-  for (std::int64_t i = (size + kLanes - 1) / kLanes * kLanes; i < width; i += kLanes) {
-    store(target + i, Vec{});
-  }
-}
 
 // Some tokens of one row for one K/V head: the unit that reads tiles once for all of its queries.
 struct QueryBlock {
@@ -58,7 +52,15 @@ struct AttentionJob {
           static_cast<const T*>(args.q) + index * args.q_token_stride + block.kv_head * num_group * args.q_head_stride;
       for (std::int64_t head = 0; head < num_group; ++head, target += width) {
         widen(source + head * args.q_head_stride, target, args.head_dim, width);
+        transform(target);
       }
+    }
+  }
+
+  // A query, or a sum of values, where pages keep codes of transformed heads.
+  void transform(float* head) const {
+    if constexpr (kHasScales<N>) {
+      hadamard(head, width, hadamard_run(args.head_dim));
     }
   }
 
@@ -73,11 +75,13 @@ struct AttentionJob {
     return keep / (state.total * keep + exp(sink - top));
   }
 
+  // Changes the state's values.
   void store_output(const QueryBlock& block, std::int64_t query, const Softmax& state) const {
     const std::int64_t token = args.query_start[block.row] + block.first_token + query / num_group;
     const std::int64_t head = block.kv_head * num_group + query % num_group;
     T* target = static_cast<T*>(args.out) + (token * args.num_heads + head) * args.head_dim;
     const float scale = output_scale(state, head);
+    transform(state.values);
     for_vectors(args.head_dim,
                 [&](std::int64_t i, int count) { store_upto(target + i, load(state.values + i) * scale, count); });
   }

@@ -2,13 +2,13 @@
 // Normalisation, rotation, gating and the scatter of K and V: a row at a time, each row independent of the others.
 #pragma once
 
-#include "simd.h"
+#include "hadamard.h"
 
 namespace tokenspeed::cpu {
 namespace {
 
 constexpr std::int64_t kSerialSize = 16384;  // elements below which waking a thread costs more than it saves
-constexpr float kLeastHead = 1e-36F;         // whose codes are zeros where all is smaller: its inverse may be infinite
+constexpr float kLeastHead = 1e-30F;  // whose codes are zeros where all is smaller: its scale may be no normal number
 
 // Calls body(row) for each row, on several threads where there is enough to do.
 template <typename Body>
@@ -145,15 +145,14 @@ TOKENSPEED_INLINE VecInt nearest_whole(Vec value) {
   return ((as<VecInt>(size + 12582912.0F) - 0x4B400000) ^ negative) - negative;
 }
 
-// The largest number without its sign; NaN or infinite where one of them is.
-template <typename T>
-TOKENSPEED_INLINE float largest_in(const T* source, std::int64_t size) {
+// The largest number of whole vectors without its sign; NaN or infinite where one of them is.
+TOKENSPEED_INLINE float largest_in(const float* source, std::int64_t width) {
   VecInt most = {};
-  for_vectors(size, [&](std::int64_t i, int count) {
+  for (std::int64_t i = 0; i < width; i += kLanes) {
     // Of numbers without a sign the bits are in the same order, and those of what is not finite come last.
-    const VecInt bits = as<VecInt>(load_upto(source + i, count)) & 0x7FFFFFFF;
+    const VecInt bits = as<VecInt>(load(source + i)) & 0x7FFFFFFF;
     most = most > bits ? most : bits;
-  });
+  }
   std::int32_t largest = 0;
   for (int i = 0; i < kLanes; ++i) {
     largest = most[i] > largest ? most[i] : largest;
@@ -163,20 +162,27 @@ TOKENSPEED_INLINE float largest_in(const T* source, std::int64_t size) {
   return result;
 }
 
-// A head as codes with their scale behind them. What is not finite makes that NaN, and so whatever attends the token.
+// A head, transformed, as codes with their scale behind them. That scale is of the head itself: one of the transformed
+// head would have to be divided by `run` twice over. What is not finite makes it NaN, and so whatever attends the
+// token.
 template <typename T>
-TOKENSPEED_INLINE void write_codes(const T* source, std::int64_t size, std::int8_t* target) {
-  const float largest = largest_in(source, size);
+TOKENSPEED_INLINE void write_codes(const T* source, std::int64_t head_dim, std::int8_t* target) {
+  const std::int64_t width = (head_dim + kLanes - 1) / kLanes * kLanes;
+  const std::int64_t run = hadamard_run(head_dim);
+  float* head = scratch(0, static_cast<std::size_t>(width));
+  widen(source, head, head_dim, width);
+  hadamard(head, width, run);
+  const float largest = largest_in(head, width);
   const bool is_finite = largest < __builtin_inff();
-  const float scale = is_finite ? largest / 127.0F : __builtin_nanf("");
-  __builtin_memcpy(target + size, &scale, sizeof(scale));
+  const float scale = is_finite ? largest / 127.0F / static_cast<float>(run) : __builtin_nanf("");
+  __builtin_memcpy(target + head_dim, &scale, sizeof(scale));
   if (!is_finite || largest < kLeastHead) {
-    __builtin_memset(target, 0, static_cast<std::size_t>(size));
+    __builtin_memset(target, 0, static_cast<std::size_t>(head_dim));
     return;
   }
   const float inverse = 127.0F / largest;
-  for_vectors(size, [&](std::int64_t i, int count) {
-    const VecInt codes = nearest_whole(load_upto(source + i, count) * inverse);
+  for_vectors(head_dim, [&](std::int64_t i, int count) {
+    const VecInt codes = nearest_whole(load(head + i) * inverse);
     const VecByte bytes = __builtin_convertvector(codes, VecByte);
     __builtin_memcpy(target + i, &bytes, static_cast<std::size_t>(count));
   });

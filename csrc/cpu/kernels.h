@@ -11,7 +11,8 @@
 
 namespace tokenspeed::cpu {
 
-// kInt8: of pages alone. A head of a token is head_dim codes and, behind them, a float32 scale that multiplies them.
+// kInt8: of pages alone. A head of a token, transformed (hadamard.h), is head_dim codes and, behind them, a float32
+// scale that multiplies them.
 enum class DType : std::uint8_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
 // out[m, n] = sum over k of x[m, k] * weight[n, k], plus bias[n]. An output's bits depend on its own row only.
@@ -115,7 +116,7 @@ struct SamplingArgs {
 
 constexpr float kGreedyBelow = 1e-5F;  // the same as GREEDY_BELOW there
 
-// Pages are of dtype, or bfloat16, or int8, where the scale is a 127th of the head's largest number. Rounded to the
+// Pages are of dtype, or bfloat16, or int8, where the largest code is 127. Rounded to the
 // nearest, of two to the even one.
 struct KvWriteArgs {
   const void* source;

@@ -178,6 +178,15 @@ TOKENSPEED_INLINE void store_upto(T* target, Vec value, int count) {
   }
 }
 
+// As floats, with zeros up to `width`, whole vectors.
+template <typename T>
+TOKENSPEED_INLINE void widen(const T* source, float* target, std::int64_t size, std::int64_t width) {
+  for_vectors(size, [&](std::int64_t i, int count) { store(target + i, load_upto(source + i, count)); });
+  for (std::int64_t i = (size + kLanes - 1) / kLanes * kLanes; i < width; i += kLanes) {
+    store(target + i, Vec{});
+  }
+}
+
 TOKENSPEED_INLINE Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 TOKENSPEED_INLINE Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
 

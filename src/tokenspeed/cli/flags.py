@@ -80,7 +80,7 @@ MODEL_FLAGS = (
         "that share (0.5, on a GPU 0.9)",
         "F",
     ),
-    Flag(("--kv-cache-dtype",), CacheConfig, "kv_dtype", "numbers of the KV pool; fewer bits hold more tokens"),
+    Flag(("--kv-cache-dtype",), CacheConfig, "kv_dtype", "numbers of the KV pool: fp8 is of a GPU, int8 of a CPU"),
     Flag(("--host-kv-tokens",), CacheConfig, "host_tokens", "host memory for evicted blocks; 0 is off", "TOKENS"),
     Flag(("--host-store",), CacheConfig, "host_store", "copy blocks there when full, or when memory runs short"),
     Flag(

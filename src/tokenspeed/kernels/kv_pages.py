@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How pages keep the K or V of a head: its numbers as they are, or, where pages are of int8, as codes and a scale.
 
-A head x of K numbers is K codes, round(x * 127 / max |x|), of two that are as near the even one, and behind them four
-bytes: the float32 max |x| / 127, which a code is multiplied by. Computed in float32. Where max |x| is below 1e-36 the
-codes are 0; where a number is not finite they are 0 and the scale is NaN, so that no result of it passes for one.
+A head x of K numbers becomes y = H x, the Walsh-Hadamard transform of each run of n numbers of it, n the largest power
+of two that divides K. It spreads a channel that is many times the others over all of them; H H = n, so that products of
+two heads are those of their transforms but for n (arXiv:2404.00456). y is K codes, round(y * 127 / max |y|), of two that
+are as near the even one, and behind them are four bytes: the float32 s = max |y| / (127 n). So x is about s H codes, and
+q . x is about s (H q) . codes. All in float32. Where max |y| is below 1e-30 the codes are 0; where a number is not finite
+they are 0 and the scale is NaN, so that no result of it passes for one.
 
 Knows no ops and no devices.
 """
@@ -17,7 +20,7 @@ INT8_PAGES = "int8_pages"
 
 SCALE_BYTES = 4
 _CODE_MAX = 127.0
-_LEAST_HEAD = 1e-36
+_LEAST_HEAD = 1e-30
 
 
 def page_dim(head_dim: int, dtype: torch.dtype) -> int:
@@ -27,16 +30,31 @@ def page_dim(head_dim: int, dtype: torch.dtype) -> int:
 
 def to_codes(x_K: torch.Tensor) -> torch.Tensor:
     """(..., K) of floating point as (..., K + 4) int8."""
-    x_K = x_K.float()
-    largest_1 = x_K.abs().amax(dim=-1, keepdim=True)
+    y_K = _transformed(x_K.float())
+    largest_1 = y_K.abs().amax(dim=-1, keepdim=True)
     is_finite_1 = largest_1.isfinite()  # NaN is the largest of all
-    scale_1 = torch.where(is_finite_1, largest_1 / _CODE_MAX, float("nan"))
+    scale_1 = torch.where(is_finite_1, largest_1 / _CODE_MAX / _run(x_K.shape[-1]), float("nan"))
     has_codes_1 = is_finite_1 & (largest_1 >= _LEAST_HEAD)
-    codes_K = torch.where(has_codes_1, (x_K * (_CODE_MAX / largest_1)).round(), 0.0)
+    codes_K = torch.where(has_codes_1, (y_K * (_CODE_MAX / largest_1)).round(), 0.0)
     return torch.cat((codes_K.to(torch.int8), scale_1.view(torch.int8)), dim=-1)
 
 
 def from_codes(pages: torch.Tensor) -> torch.Tensor:
     """The reverse: (..., K + 4) int8 as (..., K) float32."""
     scale_1 = pages[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return pages[..., :-SCALE_BYTES].float() * scale_1
+    return _transformed(pages[..., :-SCALE_BYTES].float()) * scale_1
+
+
+def _run(head_dim: int) -> int:
+    return head_dim & -head_dim
+
+
+def _transformed(x_K: torch.Tensor) -> torch.Tensor:
+    """H x: sums and differences of numbers half a run apart, then a quarter, and so on."""
+    y = x_K.unflatten(-1, (-1, _run(x_K.shape[-1])))
+    distance = y.shape[-1] // 2
+    while distance:
+        first, second = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        y = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        distance //= 2
+    return y.flatten(-2)

@@ -13,9 +13,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:
-    """K and V pages of one attention layer: (num_pages, block_size, num_kv_heads, head_dim), or
-    head_dim + 4 where pages are of int8 (kernels/kv_pages). Page 0 is the null page: never allocated; padded rows and blocks that have left a window point at it. group: the one of ForwardBatch.groups
-    whose tables number the pages. v_in_k: v is a view of the leading dimensions of k, which are all that is kept."""
+    """K and V pages of one attention layer: (num_pages, block_size, num_kv_heads, head_dim), or head_dim + 4 where they
+    are of int8 (kernels/kv_pages). Page 0 is the null page: never allocated; padded rows and blocks that have left a
+    window point at it. group: the one of ForwardBatch.groups whose tables number the pages. v_in_k: v is a view of the
+    leading dimensions of k, which are all that is kept."""
 
     k: torch.Tensor
     v: torch.Tensor

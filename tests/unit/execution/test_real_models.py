@@ -128,15 +128,22 @@ def oracle_logprobs(path: Path, texts: Sequence[list[int]]) -> list[torch.Tensor
         return [oracle(torch.tensor([text]), use_cache=False).logits[0, :-1].log_softmax(dim=-1) for text in texts]
 
 
-def check_packed_against_oracle(path: Path, tools: Any, prompts: Sequence[str] = TEXTS) -> None:
+def check_packed_against_oracle(
+    path: Path,
+    tools: Any,
+    prompts: Sequence[str] = TEXTS,
+    *,
+    kv_dtype: str = "auto",
+    kept: torch.dtype = torch.bfloat16,
+) -> None:
     """Six prompts and answers, token by token: the most likely token is the oracle's at 95 of 100 positions, and the
     log-probability of the next token is off by 0.05 at most in the mean."""
     encoded = encode(path, prompts)
     sampling = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=1)
-    loop = tools.Loop(tools.engine_config(path, kv_tokens=8192, num_threads=NUM_THREADS))
+    loop = tools.Loop(tools.engine_config(path, kv_tokens=8192, num_threads=NUM_THREADS, kv_dtype=kv_dtype))
     try:
         assert "packed_linear" in {kernel.op for kernel in loop.runner.info.kernels}
-        assert loop.runner._buffers.kv_layers[0].k.dtype is torch.bfloat16
+        assert loop.runner._buffers.kv_layers[0].k.dtype is kept
         answers = [request.token_ids for request in loop.run([tools.Wish(prompt, NUM_TOKENS) for prompt in encoded])]
         texts = [prompt + answer for prompt, answer in zip(encoded, answers, strict=True)]
         scored = [loop.run([tools.Wish(text, 1, sampling)])[0].prompt_logprobs[1:] for text in texts]
@@ -158,6 +165,14 @@ def check_packed_against_oracle(path: Path, tools: Any, prompts: Sequence[str] =
 @pytest.mark.parametrize("prompts", [TEXTS, CHATS], ids=["texts", "chats"])
 def test_smollm2_packed_says_what_the_oracle_says(smollm2_path: Path, tools: Any, prompts: Sequence[str]) -> None:
     check_packed_against_oracle(smollm2_path, tools, prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts", [TEXTS, CHATS], ids=["texts", "chats"])
+def test_smollm2_with_codes_of_k_and_v_says_what_the_oracle_says(
+    smollm2_path: Path, tools: Any, prompts: Sequence[str]
+) -> None:
+    check_packed_against_oracle(smollm2_path, tools, prompts, kv_dtype="int8", kept=torch.int8)
 
 
 @pytest.mark.slow

@@ -55,10 +55,11 @@ def test_a_token_keeps_one_latent(new_twin: Callable[..., Any]) -> None:
     assert set(new_twin("deepseek_v3").ours.kv_specs) == {KvSpec(1, 32 + 8, value_dim=32)}
 
 
-def test_latents_are_not_kept_in_8_bits(new_twin: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_latents_are_not_kept_in_8_bits(new_twin: Callable[..., Any], kv_dtype: torch.dtype) -> None:
     config = new_twin("deepseek_v3").theirs.config.to_dict()
     with pytest.raises(ConfigError, match="leave --kv-cache-dtype at auto"):
-        resolve(config).build(config, BuildContext("cpu", torch.float32, kv_dtype=torch.float8_e4m3fn))
+        resolve(config).build(config, BuildContext("cpu", torch.float32, kv_dtype=kv_dtype))
 
 
 def test_softmax_scale_at_real_sizes() -> None:

@@ -40,7 +40,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     pages = torch.zeros(2, 4, 8, 2, 16).to(torch.float8_e4m3fn)
     arguments = (loud_TGK[:, 0], loud_TGK[:, 1] / 1000, pages[0], pages[1], torch.tensor([9, 31, 8]))
     yield Case("fp8-pages", arguments, mutated=(2, 3), features=frozenset({FP8_PAGES}))
-    yield _in_int8(dtype, generator)
+    for head_dim in (37, 20, 256):
+        yield _in_int8(head_dim, dtype, generator)
     if dtype is torch.float32:
         pages = torch.full((2, 4, 2, 8, 37), float("nan"), dtype=torch.bfloat16).transpose(2, 3)
         k_TGK, v_TGK = torch.randn(3, 4, 37, generator=generator).split_with_sizes((2, 2), dim=1)
@@ -49,17 +50,19 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("bf16-pages", arguments, mutated=(2, 3), features=frozenset({BF16_PAGES}))
 
 
-def _in_int8(dtype: torch.dtype, generator: torch.Generator) -> Case:
-    """Heads of zeros, too small for a scale, with numbers halfway between two codes, and with such as are not finite,
-    into pages with room between heads."""
-    k_TGK, v_TGK = torch.randn(7, 4, 37, generator=generator).split_with_sizes((2, 2), dim=1)
-    k_TGK[0, 0], k_TGK[0, 1], k_TGK[1, 0], v_TGK[2, 1] = 0.0, 1e-38, torch.arange(37) - 0.5, 3e38 * v_TGK[2, 1].sign()
+def _in_int8(head_dim: int, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    """Heads of zeros, too small for a scale, with numbers halfway between two codes where a head is its own transform,
+    and with such as are not finite, into pages with room between heads."""
+    k_TGK, v_TGK = torch.randn(7, 4, head_dim, generator=generator).split_with_sizes((2, 2), dim=1)
+    k_TGK[0, 0], k_TGK[0, 1], v_TGK[2, 1] = 0.0, 1e-38, 3e38 * v_TGK[2, 1].sign()
+    k_TGK[1, 0] = torch.arange(head_dim) - 0.5
     k_TGK[1, 0, 5] = -127.0
-    k_TGK[3, 0, 36], v_TGK[4, 1, 0], v_TGK[5, 0, 7] = float("nan"), float("inf"), -float("inf")
-    pages = torch.full((2, 4, 2, 8, page_dim(37, torch.int8) + 3), 77, dtype=torch.int8)[..., :-3].transpose(2, 3)
+    k_TGK[3, 0, -1], v_TGK[4, 1, 0], v_TGK[5, 0, 7] = float("nan"), float("inf"), -float("inf")
+    extent = (2, 4, 2, 8, page_dim(head_dim, torch.int8) + 3)
+    pages = torch.full(extent, 77, dtype=torch.int8)[..., :-3].transpose(2, 3)
     slots_T = torch.tensor([9, 31, 8, 14, 25, 17, 30])
     arguments = (k_TGK.to(dtype), v_TGK.to(dtype), pages[0], pages[1], slots_T)
-    return Case("int8-pages", arguments, mutated=(2, 3), features=frozenset({INT8_PAGES}))
+    return Case(f"int8-pages-{head_dim}", arguments, mutated=(2, 3), features=frozenset({INT8_PAGES}))
 
 
 def cost(num_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> Cost:

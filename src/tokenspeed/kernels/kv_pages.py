@@ -2,11 +2,11 @@
 """How pages keep the K or V of a head: its numbers as they are, or, where pages are of int8, as codes and a scale.
 
 A head x of K numbers becomes y = H x, the Walsh-Hadamard transform of each run of n numbers of it, n the largest power
-of two that divides K. It spreads a channel that is many times the others over all of them; H H = n, so that products of
-two heads are those of their transforms but for n (arXiv:2404.00456). y is K codes, round(y * 127 / max |y|), of two that
-are as near the even one, and behind them are four bytes: the float32 s = max |y| / (127 n). So x is about s H codes, and
-q . x is about s (H q) . codes. All in float32. Where max |y| is below 1e-30 the codes are 0; where a number is not finite
-they are 0 and the scale is NaN, so that no result of it passes for one.
+of two that divides K. It spreads a channel that is many times the others over all of them; and since H H = n, products
+of two heads are those of their transforms but for n (arXiv:2404.00456). y is K codes, round(y * 127 / max |y|), halves
+to the even one, and behind them four bytes: the float32 s = max |y| / (127 n). So x is about s H codes, and the product
+of a query q and x about s (H q) . codes. All in float32. Codes are 0 where max |y| is below 1e-30; where a number is
+not finite they are 0 and the scale is NaN, so that no result of it passes for one.
 
 Knows no ops and no devices.
 """
@@ -51,10 +51,10 @@ def _run(head_dim: int) -> int:
 
 def _transformed(x_K: torch.Tensor) -> torch.Tensor:
     """H x: sums and differences of numbers half a run apart, then a quarter, and so on."""
-    y = x_K.unflatten(-1, (-1, _run(x_K.shape[-1])))
-    distance = y.shape[-1] // 2
+    y_K, distance = x_K, _run(x_K.shape[-1]) // 2
     while distance:
-        first, second = y.unflatten(-1, (-1, 2, distance)).unbind(-2)
-        y = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        pairs = y_K.reshape(*x_K.shape[:-1], x_K.shape[-1] // (2 * distance), 2, distance)
+        first, second = pairs.unbind(-2)
+        y_K = torch.stack((first + second, first - second), dim=-2).reshape(x_K.shape)
         distance //= 2
-    return y.flatten(-2)
+    return y_K

@@ -12,9 +12,11 @@ import msgspec
 import pytest
 import torch
 
+from tiny_gguf import write_gguf
 from tokenspeed.core.config import EngineConfig
 from tokenspeed.core.plan import StepPlan
 from tokenspeed.core.request import SamplingParams
+from tokenspeed.execution.host_step import HostStep
 from tokenspeed.execution.model_runner import _copy
 from tokenspeed.kernels.platform import compiled_cpu
 from tokenspeed.kernels.registry import KernelContext, Ok
@@ -61,6 +63,40 @@ def test_steps_that_only_decode_are_one_call(tiny_path: Path, tools: Any, dtype:
     tokens, num_sizes = served(tools, config, whole=True)
     assert num_sizes >= 4
     assert served(tools, config, whole=False) == (tokens, 0)
+
+
+def test_the_most_likely_token_is_asked_for_where_nothing_else_is_needed(
+    tmp_path: Path, tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head in planes: rows that need more, alone or beside rows that do not, get logits; tokens are the same."""
+    path = write_gguf(tmp_path / "a.gguf", {"token_embd": "Q8_0"})
+    params = (
+        tools.GREEDY,
+        SamplingParams(temperature=0.0, repetition_penalty=1.8),
+        SamplingParams(temperature=0.0, frequency_penalty=1.5),
+        SamplingParams(temperature=0.0, logit_bias=((7, 100.0),)),
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(temperature=0.0, prompt_logprobs=1),
+        SamplingParams(temperature=1.0, seed=4),
+        tools.GREEDY,
+        tools.GREEDY,
+    )
+    wishes = [tools.Wish([3 + row, 9, 30], 10, each, arrives=6 * row) for row, each in enumerate(params)]
+    found = []
+    for in_part in (True, False):
+        calls: list[int] = []
+        most_likely, is_greedy = HostStep.most_likely, HostStep.is_greedy
+        with monkeypatch.context() as patch:
+            patch.setattr(HostStep, "most_likely", lambda *args: calls.append(0) or most_likely(*args))  # noqa: B023
+            patch.setattr(HostStep, "is_greedy", lambda *args: in_part and is_greedy(*args))  # noqa: B023
+            loop = tools.Loop(tools.engine_config(path))
+            try:
+                found.append([request.token_ids for request in loop.run(wishes)])
+            finally:
+                loop.close()
+        assert (len(calls) > 12) is in_part
+    assert found[0] == found[1]
+    assert set(found[0][3]) == {7}
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

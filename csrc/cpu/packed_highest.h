@@ -35,9 +35,9 @@ struct Left {
   float highest;
 };
 
-TOKENSPEED_INLINE bool is_number(float value) { return value == value; }
-
-TOKENSPEED_INLINE Vec8 instead_of_nan(Vec8 value, float other) { return value == value ? value : splat8(other); }
+TOKENSPEED_INLINE Vec8 instead_of_nan(Vec8 value, float other) {
+  return without_sign(value) > 0x7F800000 ? splat8(other) : value;
+}
 
 struct HighestJob {
   PackedHighestArgs args;

@@ -135,7 +135,7 @@ struct Planes {
 
 // Of runs of `length` codes whose lower `bits` bits stay behind.
 void find_blurs(const Codes& codes, std::int64_t num_inputs, std::int64_t length, unsigned bits, Byte* blurs) {
-  const auto step = static_cast<std::int64_t>(1U << bits);
+  const auto step = std::int64_t{1} << bits;
   for (std::int64_t row = 0; row < kTileRows; ++row) {
     for (std::int64_t first = 0; first < num_inputs; first += length) {
       std::int64_t squares = 0;  // of twice the differences

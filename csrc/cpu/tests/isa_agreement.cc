@@ -7,61 +7,13 @@
 #include <cstdio>
 #include <cstring>
 #include <numeric>
-#include <random>
 #include <vector>
 
 #include "kernels.h"
+#include "random_inputs.h"
 
 namespace tokenspeed::cpu {
 namespace {
-
-std::mt19937 generator(7);  // NOLINT: the same inputs on every run are wanted
-
-std::vector<float> random_floats(std::size_t count) {
-  std::normal_distribution<float> normal;
-  std::vector<float> values(count);
-  for (float& value : values) {
-    value = normal(generator);
-  }
-  return values;
-}
-
-// The upper halves of random floats.
-std::vector<std::uint16_t> random_bf16(std::size_t count) {
-  std::vector<std::uint16_t> halves;
-  for (const float value : random_floats(count)) {
-    std::uint32_t bits = 0;
-    std::memcpy(&bits, &value, sizeof(bits));
-    halves.push_back(static_cast<std::uint16_t>(bits >> 16));
-  }
-  return halves;
-}
-
-std::vector<char> random_values(std::size_t count, DType dtype) {
-  std::vector<char> bytes(count * (dtype == DType::kFloat32 ? 4 : 2));
-  if (dtype == DType::kFloat32) {
-    std::memcpy(bytes.data(), random_floats(count).data(), bytes.size());
-  } else {
-    std::memcpy(bytes.data(), random_bf16(count).data(), bytes.size());
-  }
-  return bytes;
-}
-
-// Heads of K or V as pages keep them, one after another.
-std::vector<char> random_pages(std::int64_t num_heads, std::int64_t head_dim, DType dtype) {
-  const auto count = static_cast<std::size_t>(num_heads * head_dim);
-  if (dtype != DType::kInt8) {
-    return random_values(count, dtype);
-  }
-  const auto numbers = random_floats(count);
-  std::vector<std::int64_t> slots(static_cast<std::size_t>(num_heads));
-  std::iota(slots.begin(), slots.end(), 0);
-  std::vector<char> pages(count + 4 * slots.size());
-  const std::int64_t page_dim = head_dim + 4;
-  portable_kernels().kv_write({numbers.data(), pages.data(), slots.data(), num_heads, 1, head_dim, num_heads, head_dim,
-                               head_dim, 0, page_dim, page_dim, DType::kFloat32, DType::kInt8});
-  return pages;
-}
 
 float value_at(const std::vector<char>& bytes, std::size_t index, DType dtype) {
   float value = 0.0F;
@@ -113,35 +65,13 @@ void check_linear(const Kernels& set, DType dtype, std::int64_t m, std::int64_t 
   });
 }
 
-// Random blocks whose float16 numbers are all about 0.0015.
-std::vector<std::uint8_t> random_blocks(PackedFormat format, std::int64_t rows, std::int64_t inputs) {
-  const PackedShape shape = packed_shape(format);
-  std::uniform_int_distribution<unsigned> byte(0, 255);
-  std::vector<std::uint8_t> blocks(static_cast<std::size_t>(rows * inputs / shape.inputs * shape.bytes));
-  for (std::uint8_t& value : blocks) {
-    value = static_cast<std::uint8_t>(byte(generator));
-  }
-  const bool is_last = format == PackedFormat::kQ2K || format == PackedFormat::kQ3K || format == PackedFormat::kQ6K ||
-                       format == PackedFormat::kQ6KPlanes;
-  const auto bytes = static_cast<std::size_t>(shape.bytes);
-  for (std::size_t block = 0; block < blocks.size(); block += bytes) {
-    for (const std::size_t upper : {std::size_t{1}, std::size_t{3}}) {
-      blocks[block + (is_last ? bytes - upper : upper)] = 0x16;
-    }
-  }
-  return blocks;
-}
-
 // Agreement with portable, and each row alone with the row among the others.
 void check_packed(const Kernels& set, PackedFormat format, DType dtype, std::int64_t m, std::int64_t n,
                   std::int64_t k) {
-  const PackedShape shape = packed_shape(format);
-  const auto blocks = random_blocks(format, n, k);
-  std::vector<std::uint8_t> packed(packed_size(format, n, k));
-  pack({blocks.data(), packed.data(), n, k, k / shape.inputs * shape.bytes, format});
+  const RandomWeight weight(format, n, k);
   const auto x = random_values(static_cast<std::size_t>(m * k), dtype);
   const auto bias = random_values(static_cast<std::size_t>(n), dtype);
-  const PackedPiece piece{packed.data(), n, static_cast<std::int64_t>(format)};
+  const PackedPiece& piece = weight.piece();
   const std::size_t itemsize = dtype == DType::kFloat32 ? 4 : 2;
   std::vector<char> whole(static_cast<std::size_t>(m * n) * itemsize);
   check("packed_linear", set, static_cast<std::size_t>(m * n), dtype, [&](const Kernels& kernels, void* out) {
@@ -160,19 +90,16 @@ void check_packed(const Kernels& set, PackedFormat format, DType dtype, std::int
   }
   std::vector<std::int64_t> ids{n - 1, 0, n / 2};
   check("packed_rows", set, ids.size() * static_cast<std::size_t>(k), dtype, [&](const Kernels& kernels, void* out) {
-    kernels.packed_rows({packed.data(), ids.data(), out, 3, n, k, format, dtype});
+    kernels.packed_rows({piece.data, ids.data(), out, 3, n, k, format, dtype});
   });
 }
 
 // What packed_linear of the same set says is highest, of the same bits.
 void check_highest(const Kernels& set, PackedFormat format, DType dtype, std::int64_t m, std::int64_t n,
                    std::int64_t k) {
-  const PackedShape shape = packed_shape(format);
-  const auto blocks = random_blocks(format, n, k);
-  std::vector<std::uint8_t> packed(packed_size(format, n, k));
-  pack({blocks.data(), packed.data(), n, k, k / shape.inputs * shape.bytes, format});
+  const RandomWeight weight(format, n, k);
   const auto x = random_values(static_cast<std::size_t>(m * k), dtype);
-  const PackedPiece piece{packed.data(), n, static_cast<std::int64_t>(format)};
+  const PackedPiece& piece = weight.piece();
   const auto rows = static_cast<std::size_t>(m);
   std::vector<float> all(rows * static_cast<std::size_t>(n));
   set.packed_linear({x.data(), &piece, nullptr, all.data(), 1, m, n, k, k, dtype, DType::kFloat32});
@@ -199,8 +126,7 @@ void check_experts(const Kernels& set, DType dtype, bool is_packed, ExpertGate g
   constexpr std::int64_t kExperts = 4, kChosen = 2, kHidden = 96, kFf = 64, kFirst = 5;
   constexpr auto kFormat = PackedFormat::kQ5_1;
   const std::size_t item_size = dtype == DType::kFloat32 ? 4 : 2;
-  const PackedShape shape = packed_shape(kFormat);
-  std::vector<std::vector<std::uint8_t>> packed;
+  std::vector<RandomWeight> packed;
   std::vector<std::vector<char>> numbers;
   std::vector<std::vector<PackedPiece>> pieces;
   const auto matrices = [&](std::int64_t num_outputs, std::int64_t num_inputs) {
@@ -213,11 +139,8 @@ void check_experts(const Kernels& set, DType dtype, bool is_packed, ExpertGate g
     }
     std::vector<PackedPiece> table;
     for (std::int64_t expert = 0; expert < kExperts; ++expert) {
-      const auto blocks = random_blocks(kFormat, num_outputs, num_inputs);
-      packed.emplace_back(packed_size(kFormat, num_outputs, num_inputs));
-      pack({blocks.data(), packed.back().data(), num_outputs, num_inputs, num_inputs / shape.inputs * shape.bytes,
-            kFormat});
-      table.push_back({packed.back().data(), num_outputs, static_cast<std::int64_t>(kFormat)});
+      packed.emplace_back(kFormat, num_outputs, num_inputs);
+      table.push_back(packed.back().piece());
     }
     pieces.push_back(table);
     result.pieces = pieces.back().data();

@@ -37,7 +37,7 @@ class HostStep:
         """Whether each row computes one token and samples one."""
         return inputs.only_decodes or len(inputs.seats_R) == len(inputs.sources_T) == len(inputs.sampled_rows_S)
 
-    def is_greedy(self, num_rows: int) -> bool:
+    def finds_most_likely(self, num_rows: int) -> bool:
         """Whether `most_likely` takes so many rows."""
         return self._greedy is not None and num_rows <= self._greedy.greedy_rows
 
@@ -47,7 +47,7 @@ class HostStep:
 
     def most_likely(self, inputs: StepInputs) -> Int64Array:
         """(2, R): the token of each row whose logit is highest, and whether the row is faulty."""
-        assert self._greedy is not None, "see is_greedy"
+        assert self._greedy is not None, "see finds_most_likely"
         return self._greedy.most_likely(self._filled(inputs)).copy()
 
     def _filled(self, inputs: StepInputs) -> DecodeBatch:

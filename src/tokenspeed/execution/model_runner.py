@@ -272,7 +272,7 @@ class ModelRunner:
     def _most_likely(self, inputs: StepInputs) -> Drawn | None:
         """The step's tokens, where it can do without logits."""
         host_step, num_rows = self._host_step, len(inputs.seats_S)
-        if host_step is None or not host_step.is_greedy(num_rows) or not host_step.takes(inputs):
+        if host_step is None or not host_step.finds_most_likely(num_rows) or not host_step.takes(inputs):
             return None
         if not self._sampling.is_greedy(inputs.seats_S) or self._prompt_scorer.has_work(inputs):
             return None

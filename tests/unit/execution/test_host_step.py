@@ -85,10 +85,10 @@ def test_the_most_likely_token_is_asked_for_where_nothing_else_is_needed(
     found = []
     for in_part in (True, False):
         calls: list[int] = []
-        most_likely, is_greedy = HostStep.most_likely, HostStep.is_greedy
+        most_likely, finds = HostStep.most_likely, HostStep.finds_most_likely
         with monkeypatch.context() as patch:
             patch.setattr(HostStep, "most_likely", lambda *args: calls.append(0) or most_likely(*args))  # noqa: B023
-            patch.setattr(HostStep, "is_greedy", lambda *args: in_part and is_greedy(*args))  # noqa: B023
+            patch.setattr(HostStep, "finds_most_likely", lambda *args: in_part and finds(*args))  # noqa: B023
             loop = tools.Loop(tools.engine_config(path))
             try:
                 found.append([request.token_ids for request in loop.run(wishes)])

@@ -24,6 +24,16 @@ import torch
 from cpu_isas import chosen, isas
 
 
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN, so that an element which a kernel forgets shows."""
+    torch.set_num_threads(1)
+    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms, which also imports a compiler
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.set_deterministic_debug_mode("default")
+
+
 @pytest.fixture(params=isas() or [None])
 def cpu_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str | None]:
     """An instruction set, which the compiled CPU kernels use; None for what is not of theirs. Each packed matrix ends

@@ -12,7 +12,6 @@ import dataclasses
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +60,8 @@ def contenders() -> list[Any]:
     return found
 
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 each_contender = pytest.mark.parametrize(("op", "solution", "dtype", "cpu_isa"), contenders(), indirect=["cpu_isa"])
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN, so that an element which a kernel forgets shows."""
-    torch.set_num_threads(1)
-    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms, which also imports a compiler
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.set_deterministic_debug_mode("default")
 
 
 def as_function(op: str, kernel: Any) -> Any:

@@ -4,7 +4,7 @@ beyond the cases of the conformance suite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,19 +22,9 @@ Stacks = tuple[ExpertStack, ExpertStack]
 IS_BUILT = isinstance(compiled_cpu(KernelContext("cpu", torch.float32)), Ok)
 
 pytestmark = [
-    pytest.mark.usefixtures("cpu_isa"),
+    pytest.mark.usefixtures("cpu_isa", "poisoned_memory"),
     pytest.mark.skipif(not IS_BUILT, reason="the compiled kernels are not built"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN, so that an element which a kernel forgets shows."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def context(dtype: torch.dtype, **overrides: str) -> KernelContext:

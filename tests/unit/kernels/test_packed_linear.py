@@ -4,8 +4,6 @@ cases of the conformance suite. Activations that are no whole steps of a scale a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -17,17 +15,8 @@ from tokenspeed.kernels.ops.packed_linear.cases import drawn
 from tokenspeed.kernels.registry import Band, KernelContext, Reason, Solution, bind, solutions_of
 
 OP = "packed_linear"
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 each_isa = pytest.mark.usefixtures("cpu_isa")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN, so that an element which a kernel forgets shows."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def contenders() -> list[Solution]:
